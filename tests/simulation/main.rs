@@ -19,7 +19,8 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{ServerId, TierKind, Version};
+use longshore_proto::{Epoch, ServerId, TierKind, Version};
+use longshore_wire::v1;
 use longshore_worker::{Error, Schedule};
 
 use crate::{
@@ -44,6 +45,8 @@ struct Cluster {
     sim: Arc<Sim>,
     oracle: Arc<Oracle>,
     steps: u64,
+    /// By server. Those after the job's first servers are spare ones.
+    addresses: Vec<String>,
     disks: Vec<Arc<Mutex<Disk>>>,
     servers: Mutex<Vec<Arc<Server>>>,
     /// A server was killed: steps may be taken back.
@@ -63,21 +66,28 @@ impl Cluster {
         let tier = if sim.one_in(4) { TierKind::Memory } else { TierKind::Nvme };
         let job = (servers, shards);
         let oracle = Oracle::new(seed, job, (ranks, micro_steps), (tier, schedule), plant);
-        let disk = |server: usize| Arc::new(Mutex::new(Disk::filled(&oracle, ServerId(server as u32))));
-        let disks = (0..servers).map(disk).collect();
-        let steps = 4 + sim.below(6);
+        let may_move = tier == TierKind::Memory && sim.one_in(2);
+        let spare = if may_move { sim.below(4) as usize } else { 0 };
+        let addresses = (0..servers + spare).map(oracle::address).collect();
+        let disk = |server: usize| match server < servers {
+            true => Disk::filled(&oracle, ServerId(server as u32)),
+            false => Disk::default(),
+        };
+        let disks = (0..servers + spare).map(|server| Arc::new(Mutex::new(disk(server)))).collect();
+        let steps = 4 + sim.below(if may_move { 40 } else { 6 });
         let ranks = Mutex::new((0..ranks).map(|_| Vec::new()).collect());
         let cluster = Cluster {
             sim,
             oracle,
             steps,
+            addresses,
             disks,
             servers: Mutex::default(),
             has_lost: AtomicBool::new(false),
             ranks,
         };
         let cluster = Arc::new(cluster);
-        (0..servers).for_each(|server| cluster.start_server(server));
+        (0..servers + spare).for_each(|server| cluster.start_server(server));
         cluster
     }
 
@@ -89,7 +99,7 @@ impl Cluster {
     }
 
     fn start_server(&self, server: usize) {
-        let address = &self.oracle.placement.servers[server];
+        let address = &self.addresses[server];
         let skew = Duration::from_secs(3600 * server as u64);
         let started = Server::start(&self.sim, &self.oracle, address, &self.disks[server], skew);
         let mut servers = lock(&self.servers);
@@ -101,9 +111,9 @@ impl Cluster {
             let ranks = lock(&self.ranks);
             (ranks[rank].len(), ranks[rank].last().map(|process| process.began))
         };
-        // Incarnations tell processes apart that began some milliseconds after each other.
+        // Incarnations tell processes apart that began half a round trip after each other, and links are slow.
         let began = self.sim.now();
-        if last.is_some_and(|last| began < last + Duration::from_millis(20)) {
+        if last.is_some_and(|last| began < last + Duration::from_millis(200)) {
             return;
         }
         let id = self.sim.process(&format!("rank {rank}.{count}"), self.skew());
@@ -113,21 +123,24 @@ impl Cluster {
             let outdated = |error: &Error| {
                 cluster.sim.note(id, || format!("is outdated: {error}"));
                 // A delayed job's rank 0 starts over where a rank's new process joined between the commits of a step.
-                let may = rank == 0 && cluster.oracle.schedule.delay() > 0;
+                let may = rank == 0 && cluster.oracle.schedule.delay() > 0 || cluster.has_changed();
                 if !may && !cluster.has_lost.load(Relaxed) && cluster.newest(rank) == id {
                     cluster
                         .oracle
                         .fail(format!("rank {rank} is outdated, and no server was killed: {error}"));
                 }
             };
-            let ended = rank::run(&cluster.oracle, (rank as u32, id), cluster.steps, outdated);
+            let servers = cluster.members();
+            let ended = rank::run(&cluster.oracle, (rank as u32, id), (servers, cluster.steps), outdated);
             if cluster.sim.is_dead(id) {
                 return;
             }
             cluster.sim.note(id, || format!("ends: {ended:?}"));
             let was_fenced = ended.as_ref().is_err_and(is_fenced);
+            // A process that was stopped meanwhile may know only servers that have left.
+            let is_late = cluster.newest(rank) != id && cluster.has_changed();
             if let Err(error) = ended.as_ref().map_err(|error| error.to_string())
-                && !was_fenced
+                && !(was_fenced || is_late)
             {
                 cluster.oracle.fail(format!("rank {rank} ended: {error}"));
             }
@@ -136,6 +149,35 @@ impl Cluster {
             (process.ended, process.was_fenced) =
                 (Some(ended.map_err(|error| error.to_string())), was_fenced);
         });
+    }
+
+    /// The servers that the job has by now, as a launcher finds them.
+    fn members(&self) -> Vec<String> {
+        let placements =
+            lock(&self.servers).iter().filter_map(|server| server.placement()).collect::<Vec<_>>();
+        let newest = placements.iter().max_by_key(|placement| placement.epoch);
+        let newest = newest.filter(|placement| placement.epoch > Epoch(1)).unwrap_or(&self.oracle.placement);
+        newest.servers.iter().filter(|address| !address.is_empty()).cloned().collect()
+    }
+
+    fn has_changed(&self) -> bool {
+        self.members() != self.oracle.placement.servers
+    }
+
+    /// Asks for other servers, as `longshore scale` does.
+    fn scale(&self) {
+        let sim = &self.sim;
+        let wished = |_: &&String| sim.one_in(2);
+        let mut servers: Vec<String> = self.addresses.iter().filter(wished).cloned().collect();
+        if servers.is_empty() {
+            servers.push(self.addresses[sim.below(self.addresses.len() as u64) as usize].clone());
+        }
+        servers.truncate(self.oracle.layout.shards() as usize);
+        sim.note(OUTSIDE, || format!("the job shall have {servers:?}"));
+        let wanted = v1::Wanted { servers, asked_micros: sim.now().as_micros() as u64 };
+        for server in lock(&self.servers).iter() {
+            server.want(&wanted);
+        }
     }
 
     fn newest(&self, rank: usize) -> ProcessId {
@@ -174,10 +216,12 @@ impl Cluster {
         let sim = &self.sim;
         let (ranks, servers) = (lock(&self.ranks).len() as u64, self.disks.len() as u64);
         let (rank, server) = (sim.below(ranks) as usize, sim.below(servers) as usize);
-        let address = self.oracle.placement.servers[server].clone();
+        let address = self.addresses[server].clone();
         let process = self.newest(rank);
         let short = Duration::from_millis(20) + sim.part_of(Duration::from_millis(1500));
+        let may_move = self.addresses.len() > self.oracle.placement.servers.len();
         match sim.below(8) {
+            3 | 4 if may_move => self.scale(),
             0 | 1 => {
                 sim.note(process, || "is killed".into());
                 sim.kill(process);
@@ -188,24 +232,21 @@ impl Cluster {
                 sim.note(process, || "is stopped, and a successor starts".into());
                 sim.stop(process, true);
                 self.start_rank(rank);
-                sim.sleep(short * 2).await;
+                sim.sleep(short).await;
+                // What a server knows of both processes must outlive it.
+                if self.has_drives() && sim.one_in(2) {
+                    self.restart_server(server, short / 4).await;
+                }
+                sim.sleep(short).await;
                 sim.note(process, || "goes on".into());
                 sim.stop(process, false);
             }
-            3 | 4 if self.oracle.spec.tier == TierKind::Nvme => {
-                let id = lock(&self.servers)[server].process;
-                if sim.is_dead(id) {
-                    return;
-                }
-                sim.note(id, || "is killed".into());
-                self.has_lost.store(true, Relaxed);
-                sim.kill(id);
+            3 | 4 if self.has_drives() => {
                 if sim.one_in(2) {
                     sim.note(process, || "is killed too".into());
                     sim.kill(process);
                 }
-                sim.sleep(short).await;
-                self.start_server(server);
+                self.restart_server(server, short).await;
                 self.launch_again();
             }
             5 => {
@@ -227,6 +268,22 @@ impl Cluster {
                 sim.network.change(process, &address, |weather| weather.delay = delay);
             }
         }
+    }
+
+    fn has_drives(&self) -> bool {
+        self.oracle.spec.tier == TierKind::Nvme
+    }
+
+    async fn restart_server(&self, server: usize, after: Duration) {
+        let process = lock(&self.servers)[server].process;
+        if self.sim.is_dead(process) {
+            return;
+        }
+        self.sim.note(process, || "is killed".into());
+        self.has_lost.store(true, Relaxed);
+        self.sim.kill(process);
+        self.sim.sleep(after).await;
+        self.start_server(server);
     }
 
     fn run(self: &Arc<Self>) -> Result<(), String> {
@@ -266,7 +323,7 @@ impl Cluster {
         self.oracle.check_end(Version(self.steps))?;
         for (server, disk) in self.disks.iter().enumerate() {
             let newest = lock(disk).newest();
-            if self.oracle.spec.tier == TierKind::Nvme && newest != Version(self.steps) {
+            if self.has_drives() && newest != Version(self.steps) {
                 return Err(format!("server {server} has only {newest}, and all ranks have ended"));
             }
         }

@@ -8,7 +8,7 @@ use std::{
 
 use bytes::{Bytes, BytesMut};
 use longshore_proto::{
-    Incarnation, JobName, JobSpec, Layout, Param, Placement, ServerId, ShardId, Step, TierKind, Version,
+    Incarnation, JobName, JobSpec, Layout, Param, Placement, ShardId, Step, TierKind, Version,
     limits::BLOCK_ELEMENTS,
 };
 use longshore_worker::Schedule;
@@ -50,9 +50,15 @@ pub(crate) enum Plant {
     WatchSkipsCommit,
     /// A recovered server forgets the last commit.
     CommitForgotten,
+    /// A shard is handed over at the newest version that is there, before the last one is made.
+    FetchTooEarly,
+    /// A shard's state is freed as soon as another server owns it.
+    FreedAtOnce,
+    /// A server misses that a decision changes the owners of shards.
+    ChangeForgotten,
 }
 
-pub(crate) const PLANTS: [Plant; 16] = [
+pub(crate) const PLANTS: [Plant; 19] = [
     Plant::AcknowledgedUnstored,
     Plant::OriginIgnored,
     Plant::DurableAtOnce,
@@ -69,6 +75,9 @@ pub(crate) const PLANTS: [Plant; 16] = [
     Plant::RecordBeforeState,
     Plant::WatchSkipsCommit,
     Plant::CommitForgotten,
+    Plant::FetchTooEarly,
+    Plant::FreedAtOnce,
+    Plant::ChangeForgotten,
 ];
 
 /// A decided version: its number, and who decided it.
@@ -130,7 +139,7 @@ impl Oracle {
             )
         };
         let layout = spec.validate().expect("a good spec");
-        let addresses = (0..servers).map(|server| format!("server-{server}:7070")).collect();
+        let addresses = (0..servers).map(address).collect();
         let placement = Placement::striped(addresses, layout.shards());
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
         let oracle = Oracle { spec, layout, placement, schedule, seed, plant, known: Mutex::default() };
@@ -145,10 +154,6 @@ impl Oracle {
 
     pub(crate) fn has(&self, plant: Plant) -> bool {
         self.plant == Some(plant)
-    }
-
-    pub(crate) fn owned(&self, server: ServerId) -> Vec<ShardId> {
-        self.placement.owned(server)
     }
 
     pub(crate) fn fail(&self, text: String) {
@@ -207,15 +212,21 @@ impl Oracle {
         shard == ShardId(1 % self.layout.shards()) && mix(self.seed ^ step.0).is_multiple_of(6)
     }
 
-    /// Checks a server's update of a shard.
+    /// Checks a server's update of a shard. `skip` says that the step was decided without one.
     pub(crate) fn updated(
         &self,
         shard: ShardId,
         (decision, parent): (Decision, Decision),
         (state, gradients): (u64, &[u64]),
+        skip: bool,
     ) {
         let mut known = lock(&self.known);
-        let found = self.check(&mut known, shard, (decision, parent), (state, gradients));
+        let before = known.made.get(&(shard, parent)).copied();
+        let made = before.map(|before| if skip { before } else { self.update(before, gradients) });
+        let found = match made == Some(state) {
+            true => self.check(&mut known, shard, (decision, parent), (state, gradients)),
+            false => Err(format!("the state is {state:x}, but made of {before:x?} it is {made:x?}")),
+        };
         if let Err(text) = found {
             let (version, decided_by) = decision;
             known.violation.get_or_insert(format!("{version} of {shard}, decided by {decided_by}: {text}"));
@@ -282,6 +293,11 @@ impl Oracle {
         bytes[..8].copy_from_slice(&number.to_le_bytes());
         bytes.freeze()
     }
+}
+
+/// The address of a server.
+pub(crate) fn address(server: usize) -> String {
+    format!("server-{server}:7070")
 }
 
 /// Returns the number of a payload.

@@ -14,7 +14,7 @@ use crate::oracle::{Oracle, number};
 pub(crate) fn run(
     oracle: &Oracle,
     (rank, process): (u32, usize),
-    steps: u64,
+    (servers, steps): (Vec<String>, u64),
     outdated: impl Fn(&Error),
 ) -> Result<()> {
     let options = Options {
@@ -23,7 +23,7 @@ pub(crate) fn run(
         deadline: Duration::from_secs(20),
         slow_deadline: Duration::from_secs(120),
         process: Process::default(),
-        ..Options::new(oracle.placement.servers.clone(), (*oracle.spec).clone(), Rank(rank))
+        ..Options::new(servers, (*oracle.spec).clone(), Rank(rank))
     };
     loop {
         match train(oracle, options.clone(), process, steps) {
@@ -47,8 +47,14 @@ fn train(oracle: &Oracle, options: Options, process: usize, steps: u64) -> Resul
         correction: DelayCorrection::None,
         ..PipelineOptions::new(LossScaler::fixed(1.0)?, |_| vec![Hyper::default()])
     };
-    let shards = oracle.layout.shards();
     let mut pipeline = Pipeline::new(session, &joined, options)?;
+    train_to(oracle, &mut pipeline, (rank, process), steps)
+        .map_err(|error| pipeline.session().cause(error))?;
+    pipeline.close()?.leave()
+}
+
+fn train_to(oracle: &Oracle, pipeline: &mut Pipeline, rank: (u32, usize), steps: u64) -> Result<()> {
+    let shards = oracle.layout.shards();
     while pipeline.last_step().0 < steps {
         let plan = pipeline.begin()?;
         let weights = pipeline.weights()?;
@@ -60,7 +66,7 @@ fn train(oracle: &Oracle, options: Options, process: usize, steps: u64) -> Resul
             read.push(number(&bytes));
         }
         for micro_step in 0..oracle.spec.micro_steps {
-            let gradients = oracle.compute((rank, process), (plan.step, micro_step), plan.reads, &read);
+            let gradients = oracle.compute(rank, (plan.step, micro_step), plan.reads, &read);
             let mut assembler = pipeline.assembler(micro_step)?;
             for shard in (0..shards).rev().map(ShardId) {
                 let payload = oracle.payload(shard, gradients[shard.index()]);
@@ -76,7 +82,7 @@ fn train(oracle: &Oracle, options: Options, process: usize, steps: u64) -> Resul
     }
     let version = pipeline.settle()?;
     debug_assert_eq!(Step(version.0), Step(steps));
-    pipeline.close()?.leave()
+    Ok(())
 }
 
 /// Returns true if a newer process has taken the rank.

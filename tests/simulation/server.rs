@@ -1,5 +1,8 @@
 //! A simulated server: the engine's step machine behind the calls of `Training`, `Tensors` and `Admin`, and a drive that
-//! outlives its process. State is one number a shard, so that wrong bits show as another number.
+//! outlives its process. State is one number a shard, so that wrong bits show as another number. `moves` has what a
+//! change of servers asks for.
+
+mod moves;
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -14,8 +17,8 @@ use longshore_engine::{
     step::{Admission, Machine, Phase, Refusal, Sum, Work},
 };
 use longshore_proto::{
-    Commit, Fault, FaultKind, Incarnation, JobSpec, Layout, Origin, Rank, ServerId, ShardId, Step, TierKind,
-    Version, checksum::crc32,
+    Commit, Epoch, Fault, FaultKind, Incarnation, JobSpec, Layout, Origin, Placement, Rank, ServerId,
+    ShardId, Step, TierKind, Version, checksum::crc32,
 };
 use longshore_wire::{self as wire, Wire, v1};
 use prost::Message;
@@ -40,9 +43,10 @@ struct Saved {
 }
 
 /// Versions and joins, which outlive a server's process.
+#[derive(Default)]
 pub(crate) struct Disk {
     server: ServerId,
-    /// Two versions at most, oldest first.
+    /// Two versions at most, oldest first. Empty: the job is not on this server.
     saved: Vec<Saved>,
     joined: Vec<Option<Joined>>,
 }
@@ -52,7 +56,9 @@ struct Instance {
     /// Tells one opening of the job from the next.
     life: u64,
     machine: Machine,
-    /// By owned shard: the state of its last two versions.
+    /// By place in `state`.
+    owned: Vec<ShardId>,
+    /// The state of the last two versions of each shard that this server owns or has room for.
     state: Vec<BTreeMap<Version, u64>>,
     /// Contributions that no sum contains yet, by shard, step, micro-step and contributor.
     held: BTreeMap<(usize, Step, u32, usize), u64>,
@@ -62,6 +68,9 @@ struct Instance {
     works: VecDeque<Work>,
     /// Watches of each rank's processes.
     watches: BTreeMap<(Rank, u64), usize>,
+    /// The servers that an operator wants the job to have.
+    wanted: v1::Wanted,
+    is_fetching: bool,
 }
 
 pub(crate) struct Server {
@@ -69,8 +78,6 @@ pub(crate) struct Server {
     oracle: Arc<Oracle>,
     pub(crate) process: ProcessId,
     skew: Duration,
-    server: ServerId,
-    owned: Vec<ShardId>,
     disk: Arc<Mutex<Disk>>,
     /// None while the server recovers the job.
     instance: Mutex<Option<Instance>>,
@@ -81,14 +88,28 @@ impl Disk {
     /// The drive of a server whose job has its first weights.
     pub(crate) fn filled(oracle: &Oracle, server: ServerId) -> Disk {
         let record = Record::filled(0, Vec::new());
+        let owned = oracle.placement.owned(server);
         let state = |&shard: &ShardId| BTreeMap::from([(Version(0), oracle.first(shard))]);
-        let state = oracle.owned(server).iter().map(state).collect();
+        let state = owned.iter().map(state).collect();
         let joined = vec![None; oracle.spec.world_size as usize];
         Disk { server, saved: vec![Saved { record, state }], joined }
     }
 
     pub(crate) fn newest(&self) -> Version {
         self.saved.last().map_or(Version(0), |saved| saved.record.version)
+    }
+}
+
+impl Instance {
+    fn new(
+        life: u64,
+        (machine, server): (Machine, ServerId),
+        state: Vec<BTreeMap<Version, u64>>,
+        durable: Version,
+    ) -> Instance {
+        let owned = machine.placement().owned(server);
+        let (held, sums, works, watches, wanted, is_fetching) = Default::default();
+        Instance { life, machine, owned, state, held, sums, durable, works, watches, wanted, is_fetching }
     }
 }
 
@@ -114,20 +135,19 @@ impl Server {
         skew: Duration,
     ) -> Arc<Server> {
         let process = sim.process(address, skew);
-        let server = lock(disk).server;
         let server = Arc::new(Server {
             sim: Arc::clone(sim),
             oracle: Arc::clone(oracle),
             process,
             skew,
-            server,
-            owned: oracle.owned(server),
             disk: Arc::clone(disk),
             instance: Mutex::default(),
             changed: watch::Sender::default(),
         });
-        let recovers = Arc::clone(&server);
-        sim.spawn(process, async move { recovers.recover(None).await });
+        if !lock(disk).saved.is_empty() {
+            let recovers = Arc::clone(&server);
+            sim.spawn(process, async move { recovers.recover(None).await });
+        }
         sim.network.listen(address, &server);
         server
     }
@@ -153,7 +173,7 @@ impl Server {
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut Instance) -> Result<T, Fault>) -> Result<T, Fault> {
-        act(self.instance().as_mut().ok_or_else(recovering)?)
+        act(self.instance().as_mut().ok_or_else(|| self.absent())?)
     }
 
     /// The job, unless it was opened again since.
@@ -186,20 +206,25 @@ impl Server {
         }
     }
 
+    fn absent(&self) -> Fault {
+        if lock(&self.disk).saved.is_empty() {
+            return Fault::new(FaultKind::NotFound, "job", self.spec().name.as_str(), "open here", "open it");
+        }
+        recovering()
+    }
+
     /// Opens the job from the drive, at the newest version or at one before it.
     async fn recover(self: Arc<Self>, at_most: Option<Version>) {
         let time = Duration::from_millis(5) + self.sim.part_of(Duration::from_millis(300));
         self.sim.sleep(time).await;
-        let (saved, joined) = {
+        let (server, saved, joined) = {
             let mut disk = lock(&self.disk);
             if let Some(most) = at_most {
                 disk.saved.retain(|saved| saved.record.version <= most);
             }
-            (disk.saved.clone(), disk.joined.clone())
+            (disk.server, disk.saved.clone(), disk.joined.clone())
         };
-        let placement = self.oracle.placement.clone();
-        let (spec, layout) = (Arc::clone(self.spec()), Arc::clone(self.layout()));
-        let mut machine = Machine::new(spec, layout, placement, self.server);
+        let mut machine = self.machine(self.oracle.placement.clone(), server);
         let mut newest = saved.last().expect("a filled drive").record.clone();
         if self.oracle.has(Plant::CommitForgotten) {
             newest.commit = None;
@@ -210,12 +235,16 @@ impl Server {
             machine.had_joined(&joined);
         }
         let state = saved.last().expect("a filled drive").state.clone();
-        let (held, sums, works, watches) = Default::default();
         self.note(|| format!("recovered at {durable}"));
-        let life = self.sim.random();
-        *self.instance() = Some(Instance { life, machine, state, held, sums, durable, works, watches });
+        let instance = Instance::new(self.sim.random(), (machine, server), state, durable);
+        let life = instance.life;
+        *self.instance() = Some(instance);
         self.moved();
         self.compute(life, durable).await;
+    }
+
+    fn machine(&self, placement: Placement, server: ServerId) -> Machine {
+        Machine::new(Arc::clone(self.spec()), Arc::clone(self.layout()), placement, server)
     }
 
     /// The compute thread: works in order, until the job is opened again.
@@ -240,6 +269,7 @@ impl Server {
                 Work::Sum(sum) => self.sum(instance, sum),
                 Work::Update { owned, step } => self.update(instance, owned, step),
             }
+            self.free_handed(instance);
             let version = instance.machine.version();
             if instance.machine.is_settled() && version > finished {
                 finished = version;
@@ -256,7 +286,7 @@ impl Server {
     fn sum(&self, instance: &mut Instance, sum: Sum) {
         let Sum { owned, slot, step, micro_step } = sum;
         let shard = owned.index();
-        let count = self.layout().contributors(self.owned[shard]).len();
+        let count = self.layout().contributors(instance.owned[shard]).len();
         if micro_step.0 == 0 {
             // A lone rank's next process starts the step over.
             instance.sums.remove(&(shard, step));
@@ -266,9 +296,9 @@ impl Server {
             let gradient = instance.held.remove(&key).expect("a sum is made of all contributions");
             instance.sums.entry((shard, step)).or_default().push(gradient);
         }
-        let overflows = self.oracle.overflows(step, self.owned[shard]).then_some(0);
+        let overflows = self.oracle.overflows(step, instance.owned[shard]).then_some(0);
         if instance.machine.summed(owned, slot, overflows) {
-            self.note(|| format!("{step}: {} is summed", self.owned[shard]));
+            self.note(|| format!("{step}: {} is summed", instance.owned[shard]));
         }
     }
 
@@ -277,13 +307,20 @@ impl Server {
         let (commit, _) = instance.machine.decision(step).expect("an update has its decision");
         let (skip, decided_by) = (commit.skip, commit.decided_by);
         let gradients = instance.sums.remove(&(shard, step)).unwrap_or_default();
-        let old = instance.state[shard][&before];
+        let Some(&old) = instance.state[shard].get(&before) else {
+            return self.oracle.fail(format!("{before} of {} is not there", instance.owned[shard]));
+        };
         let state = if skip { old } else { self.oracle.update(old, &gradients) };
         instance.state[shard].insert(version, state);
         instance.state[shard].retain(|version, _| version.0 + 1 >= step.0);
-        self.note(|| format!("{version} of {} is {state:x}, by {decided_by}", self.owned[shard]));
+        self.note(|| format!("{version} of {} is {state:x}, by {decided_by}", instance.owned[shard]));
         let parent = (before, instance.machine.decided_by(before));
-        self.oracle.updated(self.owned[shard], ((version, decided_by), parent), (state, &gradients));
+        self.oracle.updated(
+            instance.owned[shard],
+            ((version, decided_by), parent),
+            (state, &gradients),
+            skip,
+        );
         instance.works.extend(instance.machine.updated(&owned.run(1), step));
     }
 
@@ -321,7 +358,7 @@ impl Server {
 
     /// Keeps on the drive who has joined.
     async fn keep_joined(&self) -> Result<(), Fault> {
-        let time = self.sim.part_of(Duration::from_millis(5));
+        let time = self.sim.part_of(Duration::from_millis(if self.sim.one_in(6) { 300 } else { 5 }));
         if !self.oracle.has(Plant::FenceAnsweredEarly) {
             self.sim.sleep(time).await;
         }
@@ -366,15 +403,11 @@ impl Server {
                 let unix_micros = now.as_micros() as u64;
                 tell(outgoing, &v1::ListJobsResponse { unix_micros, ..Default::default() }).await
             }
-            "Describe" => tell(outgoing, &self.describe()?).await,
-            "OpenJob" => {
-                let progress = self.with(|instance| Ok(progress(&instance.machine)))?;
-                tell(
-                    outgoing,
-                    &v1::OpenJobResponse { created: false, progress: Some(progress), room: vec![] },
-                )
-                .await
-            }
+            "Describe" | "DescribeInParts" => tell(outgoing, &self.describe()?).await,
+            "OpenJob" => tell(outgoing, &self.open(one(incoming).await?)?).await,
+            "Begin" => tell(outgoing, &self.begin(one(incoming).await?)?).await,
+            "Retire" => tell(outgoing, &self.retire(&one(incoming).await?)?).await,
+            "Fetch" => self.send_handed(one(incoming).await?, outgoing).await,
             "Join" => tell(outgoing, &self.join(one(incoming).await?).await?).await,
             "Commit" => tell(outgoing, &self.commit(one(incoming).await?).await?).await,
             "AwaitDurable" => {
@@ -401,14 +434,24 @@ impl Server {
                 incarnation: of.incarnation.map_or(0, |incarnation| incarnation.0),
                 left: of.left,
                 last_step: of.last_step.0,
+                transport: if of.incarnation.is_some() { "tcp".into() } else { String::new() },
                 joined_at: of.joined_at.0,
                 watches: of
                     .incarnation
                     .is_some_and(|process| instance.watches.contains_key(&(of.rank, process.0))),
+            };
+            let placement = instance.machine.placement();
+            let is_changed = placement.epoch > Epoch(1) || instance.wanted.asked_micros > 0;
+            let scaling = v1::Scaling {
+                wanted: instance.wanted.servers.clone(),
+                asked_micros: instance.wanted.asked_micros,
+                awaited_shards: instance.machine.awaited().len() as u32,
                 ..Default::default()
             };
             Ok(v1::DescribeResponse {
-                server: self.server.0,
+                server: lock(&self.disk).server.0,
+                placement: Some(placement.to_wire()),
+                scaling: is_changed.then_some(scaling),
                 progress: Some(progress(&instance.machine)),
                 ranks: instance.machine.ranks().into_iter().map(rank).collect(),
                 waiting_for: instance.machine.waiting_for().unwrap_or_default(),
@@ -451,8 +494,11 @@ impl Server {
         self.until(patience, |instance| Ok((instance.durable >= version).then_some(()))).await
     }
 
-    async fn commit(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
-        let commit = Commit::from_wire(request.commit)?;
+    async fn commit(self: &Arc<Self>, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
+        let mut commit = Commit::from_wire(request.commit)?;
+        if self.oracle.has(Plant::ChangeForgotten) && self.sim.one_in(20) {
+            commit.placement = None;
+        }
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let step = commit.step;
         let current = self.with(|instance| Ok(instance.machine.version()))?;
@@ -476,6 +522,7 @@ impl Server {
             let decided_by = commit.decided_by;
             let work = instance.machine.commit(incarnation, commit, origin)?;
             instance.works.extend(work);
+            self.fetch_awaited(instance);
             let duplicate = instance.machine.version() == before;
             if !duplicate {
                 self.note(|| format!("{step} is decided by {decided_by}"));
@@ -618,16 +665,15 @@ impl Server {
         let (version, patience) = (Version(request.version), wire::deadline(request.deadline_ms)?);
         for slice in &request.slices {
             let shard = ShardId(slice.shard);
-            let owned =
-                self.owned.iter().position(|&owned| owned == shard).ok_or_else(|| internal("shard"))?;
             let check = |instance: &mut Instance| {
                 let is_early = self.oracle.has(Plant::PullTooEarly) && instance.machine.version() >= version;
-                if !instance.machine.check_pull(OwnedShard(owned), version)? && !is_early {
+                let owned = instance.machine.owned_index(shard)?;
+                if !instance.machine.check_pull(owned, version)? && !is_early {
                     return Ok(None);
                 }
-                let state = instance.state[owned].get(&version);
+                let state = instance.state[owned.index()].get(&version);
                 let any = self.oracle.has(Plant::PullOfAnyVersion) || is_early;
-                match state.or(instance.state[owned].values().next_back().filter(|_| any)) {
+                match state.or(instance.state[owned.index()].values().next_back().filter(|_| any)) {
                     Some(&state) => Ok(Some((state, instance.machine.decided_by(version)))),
                     None => Err(Fault::new(FaultKind::NotFound, "version", version.0, "kept", "join again")),
                 }
@@ -653,10 +699,14 @@ impl Server {
 
     async fn stats(&self, request: v1::StatsRequest, outgoing: &Outgoing) -> Result<(), Fault> {
         let (step, patience) = (Step(request.step), wire::deadline(request.deadline_ms)?);
-        for (owned, &shard) in self.owned.iter().enumerate().rev() {
+        let asked = |instance: &mut Instance| {
+            instance.machine.check_stats(step)?;
+            let indexed = (0..).map(OwnedShard).zip(instance.owned.iter().copied());
+            Ok(indexed.filter(|(owned, _)| instance.machine.owns(*owned, step)).collect::<Vec<_>>())
+        };
+        for (owned, shard) in self.with(asked)?.into_iter().rev() {
             let check = |instance: &mut Instance| {
                 instance.machine.check_stats(step)?;
-                let owned = OwnedShard(owned);
                 let is_there =
                     instance.machine.is_complete(owned, step) || self.oracle.has(Plant::StatsTooEarly);
                 Ok(is_there.then(|| instance.machine.origin(owned, step)))
@@ -697,14 +747,25 @@ impl Server {
     }
 
     async fn tell_commits(&self, mut after: Step, outgoing: &Outgoing) -> Result<(), Fault> {
+        let mut told = 0;
         loop {
             let check = |instance: &mut Instance| {
                 let news = instance.machine.commits_after(after);
                 let forgotten =
                     || Fault::new(FaultKind::NotFound, "after_step", after.0, "kept", "join again");
-                Ok(Some(news.ok_or_else(forgotten)?).filter(|news| !news.is_empty()))
+                let wanted = Some(&instance.wanted).filter(|wanted| wanted.asked_micros > told).cloned();
+                let news = (news.ok_or_else(forgotten)?, wanted);
+                Ok(Some(news).filter(|(commits, wanted)| !commits.is_empty() || wanted.is_some()))
             };
-            for commit in self.until(Duration::from_secs(100_000), check).await? {
+            let (commits, wanted) = self.until(Duration::from_secs(100_000), check).await?;
+            if let Some(wanted) = wanted {
+                told = wanted.asked_micros;
+                let event = Some(v1::event::Event::Wanted(wanted));
+                if !outgoing.send(&v1::Event { event }).await {
+                    return Ok(());
+                }
+            }
+            for commit in commits {
                 after = commit.step;
                 if self.oracle.has(Plant::WatchSkipsCommit) && self.sim.one_in(20) {
                     continue;

@@ -6,13 +6,15 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use longshore_proto::{Epoch, Placement, PlacementChange, ServerId, ShardId, Step, Version};
+use longshore_proto::{
+    Epoch, Fault, FaultKind, Placement, PlacementChange, ServerId, ShardId, Step, Version,
+};
 use longshore_wire::{Wire, v1::DescribeRequest};
 use tokio::sync::Notify;
 
 use super::{Cluster, Peer, peer::whole};
 use crate::{
-    error::Result,
+    error::{Outdated, Result, StateLost},
     host::{self, Instant},
 };
 
@@ -138,6 +140,23 @@ impl Cluster {
     pub(crate) async fn newest_placement(&self) -> Option<Placement> {
         let first = self.first();
         changed_placement(&self.peers[first], self.job().as_str()).await
+    }
+
+    /// Returns `Outdated` if another server than that of a lost state says that the job's servers have changed since
+    /// this rank connected.
+    pub(crate) async fn check_not_left(&self, lost: &StateLost) -> Result<()> {
+        let ours = self.placement().epoch;
+        for server in self.servers() {
+            let placement = changed_placement(&self.peers[server], self.job().as_str()).await;
+            let Some(theirs) = placement.map(|placement| placement.epoch).filter(|&theirs| theirs > ours)
+            else {
+                continue;
+            };
+            let remedy = "connect again: the other servers say where the job is now";
+            let fault = Fault::new(FaultKind::Conflict, "placement.epoch", ours, theirs, remedy);
+            return Err(Outdated { server: lost.server.clone(), job: lost.job.clone(), fault }.into());
+        }
+        Ok(())
     }
 
     /// The servers of a placement that this rank has not joined, with their addresses.

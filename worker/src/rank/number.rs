@@ -28,7 +28,7 @@ struct Begin {
     began: u64,
     /// The time of the measurement.
     now: u64,
-    /// The error of `began`: a round trip, and parts of milliseconds.
+    /// The error of `began`: half a round trip, and parts of milliseconds.
     error: u64,
 }
 
@@ -38,11 +38,13 @@ impl Begin {
         let mut best: Option<(Duration, Begin)> = None;
         for _ in 0..TRIES {
             let sent = Instant::now();
-            let Some(now) = cluster.clock().await else { break };
+            let Some(now) = cluster.clock().await else { continue };
             let trip = sent.elapsed();
             if best.as_ref().is_none_or(|&(least, _)| trip < least) {
-                let began = now.saturating_sub(millis(sent.duration_since(start)));
-                best = Some((trip, Begin { began, now, error: millis(trip) + 2 }));
+                // The server read its clock in the middle of the trip, for all that is known.
+                let age = sent.duration_since(start) + trip / 2;
+                let began = now.saturating_sub(millis(age));
+                best = Some((trip, Begin { began, now, error: millis(trip / 2) + 2 }));
             }
             if trip < SHORT {
                 break;

@@ -76,8 +76,15 @@ pub(crate) async fn check_not_fenced(cluster: &Cluster, server: ServerId) -> Res
     cluster.check_newest(server, &answer)
 }
 
-/// Returns the cause of an error: `Fenced` in place of `Outdated`, if a newer process has taken this rank.
+/// Returns the cause of an error: `Fenced` in place of `Outdated`, if a newer process has taken this rank; `Outdated` in
+/// place of `StateLost`, if the job has left that server since this process connected.
 pub(crate) fn cause(cluster: &Cluster, error: Error) -> Error {
+    let error = match error {
+        Error::StateLost(lost) => {
+            cluster.runtime.block_on(cluster.check_not_left(&lost)).err().unwrap_or(lost.into())
+        }
+        error => error,
+    };
     let Error::Outdated(_) = error else { return error };
     let first = cluster.first();
     let answer = cluster.runtime.block_on(cluster.glance(first));

@@ -94,7 +94,8 @@ impl Session {
         self.block_on(self.cluster.waits.unless_failed(act))
     }
 
-    /// Returns the cause of a call's error: `Fenced` in place of `Outdated`, if a newer process has taken the rank.
+    /// Returns the cause of a call's error: `Fenced` in place of `Outdated`, if a newer process has taken the rank;
+    /// `Outdated` in place of `StateLost`, if the job has left that server since this session connected.
     pub fn cause(&self, error: Error) -> Error {
         cause(&self.cluster, error)
     }
@@ -106,8 +107,8 @@ impl Session {
     /// `Call` if a server refuses, for example a differing spec or too little memory. On rank 0, `StateLost` if
     /// some servers have trained and others have nothing.
     pub fn open(&self) -> Result<Opened> {
-        let opened =
-            self.block_on(self.cluster.watched_at_work("the job on all servers", open::open(&self.cluster)))?;
+        let opened = self.cluster.watched_at_work("the job on all servers", open::open(&self.cluster));
+        let opened = self.block_on(opened).map_err(|error| self.cause(error))?;
         let is_new = opened.is_fresh() && self.cluster.options.rank == Rank(0);
         self.is_new.store(is_new, Ordering::Relaxed);
         Ok(opened)
@@ -120,7 +121,8 @@ impl Session {
     /// already.
     pub fn join(&mut self) -> Result<Joined> {
         let join = join::join(&self.cluster, &self.rank, self.is_new.load(Ordering::Relaxed));
-        let joined = self.block_on(self.cluster.watched("the servers' common version", join))?;
+        let joined = self.block_on(self.cluster.watched("the servers' common version", join));
+        let joined = joined.map_err(|error| self.cause(error))?;
         start_lanes(&self.gradients);
         Ok(joined)
     }
@@ -151,7 +153,8 @@ impl Session {
     /// something to restore.
     pub fn wait_training_from(&self, how: Option<&GoBack>) -> Result<()> {
         let training = go_back::wait_training(&self.cluster, how);
-        self.block_on(self.cluster.watched_at_work("the initial weights", training))
+        let waited = self.block_on(self.cluster.watched_at_work("the initial weights", training));
+        waited.map_err(|error| self.cause(error))
     }
 
     /// Starts any rank: opens the job, joins it, and fills a fresh job. Rank 0 uploads `weights`, and the other

@@ -1,0 +1,253 @@
+//! A simulated server's part in a change of servers: it begins with a running job, fetches shards from their owners
+//! before, and frees those that others own.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use longshore_engine::{
+    ids::OwnedShard,
+    record::{Joined, Record},
+    step::Awaited,
+};
+use longshore_proto::{
+    Commit, Epoch, Fault, FaultKind, Placement, Rank, ServerId, ShardId, Version, checksum::crc32,
+};
+use longshore_wire::{
+    self as wire, Wire, fault_from_status,
+    v1::{self, tensors_client::TensorsClient},
+};
+
+use super::{Instance, PATIENCE, Saved, Server, progress, tell};
+use crate::{
+    grpc::Outgoing,
+    host::lock,
+    network::connect,
+    oracle::{Plant, number},
+};
+
+/// Pause after a failed fetch.
+const PAUSE: Duration = Duration::from_millis(100);
+/// The longest wait for a shard.
+const SILENCE: Duration = Duration::from_secs(20);
+
+impl Server {
+    /// Tells the server which servers an operator wants. Returns false if the job is not there.
+    pub(crate) fn want(&self, wanted: &v1::Wanted) -> bool {
+        let kept = self.with(|instance| {
+            if instance.wanted.asked_micros < wanted.asked_micros {
+                instance.wanted = wanted.clone();
+            }
+            Ok(())
+        });
+        self.moved();
+        kept.is_ok()
+    }
+
+    /// The placement as this server knows it. None where it takes no part in the job.
+    pub(crate) fn placement(&self) -> Option<Placement> {
+        let instance = self.instance();
+        let machine = &instance.as_ref()?.machine;
+        machine.check_not_loading().is_ok().then(|| machine.placement().clone())
+    }
+
+    pub(super) fn open(self: &Arc<Self>, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
+        let (placement, server) = (Placement::from_wire(request.placement)?, ServerId(request.server));
+        let wants = placement.owned(server);
+        let is_open = match &*self.instance() {
+            None if !lock(&self.disk).saved.is_empty() => return Err(self.absent()),
+            None if placement.epoch == Epoch(1) => {
+                return Err(Fault::new(
+                    FaultKind::Precondition,
+                    "job",
+                    "moved",
+                    "on its servers",
+                    "name those",
+                ));
+            }
+            None => false,
+            Some(of) => {
+                let is_spare = of.machine.placement().epoch > Epoch(1) && of.machine.is_without_shards();
+                let is_other = lock(&self.disk).server != server || of.owned != wants;
+                !(request.is_new && is_spare && is_other)
+            }
+        };
+        if !is_open {
+            self.begin_anew(placement, server);
+        }
+        self.with(|instance| {
+            if let Some(&shard) = wants.iter().find(|shard| !instance.owned.contains(shard)) {
+                return Err(Fault::new(FaultKind::Conflict, "placement.owners", shard, "with room", "ask"));
+            }
+            let room =
+                if request.list_room { instance.owned.iter().map(|of| of.0).collect() } else { vec![] };
+            let progress = Some(progress(&instance.machine));
+            Ok(v1::OpenJobResponse { created: !is_open, progress, room })
+        })
+    }
+
+    /// Makes room for a running job that this server takes no part in yet.
+    fn begin_anew(self: &Arc<Self>, placement: Placement, server: ServerId) {
+        let machine = self.machine(placement, server);
+        let state = vec![BTreeMap::new(); machine.placement().owned(server).len()];
+        let joined = vec![None; self.spec().world_size as usize];
+        let saved = Saved { record: Record::filled(0, Vec::new()), state: state.clone() };
+        {
+            let mut disk = lock(&self.disk);
+            (disk.server, disk.saved, disk.joined) = (server, vec![saved], joined);
+        }
+        self.note(|| format!("is opened as {server}"));
+        let instance = Instance::new(self.sim.random(), (machine, server), state, Version(0));
+        let life = instance.life;
+        *self.instance() = Some(instance);
+        self.moved();
+        let computes = Arc::clone(self);
+        self.sim.spawn(self.process, async move { computes.compute(life, Version(0)).await });
+    }
+
+    pub(super) fn begin(&self, request: v1::BeginRequest) -> Result<v1::BeginResponse, Fault> {
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+        let placement = Placement::from_wire(request.placement)?;
+        let progress = request.progress.ok_or_else(|| wire::missing("progress"))?;
+        let commit = progress.last_commit.map(|commit| Commit::from_wire(Some(commit))).transpose()?;
+        let record = Record::new(Version(progress.version), progress.applied, commit);
+        let mut ranks = vec![None; self.spec().world_size as usize];
+        for member in request.ranks {
+            let incarnation = wire::incarnation_from_wire(member.incarnation)?;
+            ranks[member.rank as usize] =
+                Some(Joined { incarnation, at: Version(member.joined_at), fence_only: false });
+        }
+        self.with(|instance| {
+            instance.durable = record.version;
+            Ok(instance.machine.begin_without_shards(incarnation, placement, record, &ranks)?)
+        })?;
+        self.note(|| format!("takes part from {} on", progress.version));
+        self.moved();
+        Ok(v1::BeginResponse {})
+    }
+
+    pub(super) fn retire(&self, request: &v1::RetireRequest) -> Result<v1::RetireResponse, Fault> {
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+        let server = lock(&self.disk).server;
+        self.with(|instance| {
+            instance.machine.check_rank(Rank(0), incarnation)?;
+            match instance.machine.placement().members().any(|member| member == server) {
+                true => Err(Fault::new(FaultKind::Precondition, "server", server, "left", "scale")),
+                false => Ok(()),
+            }
+        })?;
+        lock(&self.disk).saved.clear();
+        *self.instance() = None;
+        self.note(|| "gives the job up".into());
+        self.moved();
+        Ok(v1::RetireResponse {})
+    }
+
+    pub(super) async fn send_handed(
+        &self,
+        request: v1::FetchRequest,
+        outgoing: &Outgoing,
+    ) -> Result<(), Fault> {
+        let (shard, version) = (ShardId(request.shard), Version(request.version));
+        let check = |instance: &mut Instance| {
+            let owned = instance.machine.owned_index(shard)?;
+            let state = &instance.state[owned.index()];
+            if self.oracle.has(Plant::FetchTooEarly) {
+                return Ok(state.values().next_back().copied());
+            }
+            if !instance.machine.check_fetch(owned, version)? {
+                return Ok(None);
+            }
+            let lost =
+                || Fault::new(FaultKind::NotFound, "version", version, "kept for its next owner", "restore");
+            state.get(&version).copied().map(Some).ok_or_else(lost)
+        };
+        let payload = self.until(PATIENCE, check).await?.to_le_bytes().to_vec();
+        let crc32 = crc32(&payload);
+        tell(outgoing, &v1::FetchResponse { array: 0, offset: 0, crc32, payload: payload.into() }).await
+    }
+
+    /// Starts to fetch the shards that the job awaits, unless a task does so already.
+    pub(super) fn fetch_awaited(self: &Arc<Self>, instance: &mut Instance) {
+        if instance.machine.awaited().is_empty() || instance.is_fetching {
+            return;
+        }
+        instance.is_fetching = true;
+        let (fetches, life) = (Arc::clone(self), instance.life);
+        self.sim.spawn(self.process, async move { fetches.fetch_all(life).await });
+    }
+
+    async fn fetch_all(&self, life: u64) {
+        loop {
+            let first = match self.living(&mut self.instance(), life) {
+                Some(instance) => {
+                    let first = instance.machine.awaited().into_iter().next();
+                    instance.is_fetching = first.is_some();
+                    first
+                }
+                None => return,
+            };
+            let Some(awaited) = first else { return };
+            match self.fetch(&awaited).await {
+                Ok(state) => {
+                    let mut instance = self.instance();
+                    let Some(instance) = self.living(&mut instance, life) else { return };
+                    let Ok(owned) = instance.machine.owned_index(awaited.shard) else { return };
+                    instance.state[owned.index()] = BTreeMap::from([(awaited.version, state)]);
+                    let works = instance.machine.fetched(owned);
+                    instance.works.extend(works);
+                    let Awaited { shard, version, source, .. } = awaited;
+                    self.note(|| format!("has {version} of {shard} from {source} ({state:x})"));
+                    self.moved();
+                }
+                Err(fault) => {
+                    self.note(|| format!("cannot fetch {}: {fault}", awaited.shard));
+                    self.sim.sleep(PAUSE).await;
+                }
+            }
+        }
+    }
+
+    async fn fetch(&self, awaited: &Awaited) -> Result<u64, Fault> {
+        let channel = connect(&self.sim, self.process, &awaited.address);
+        let request = v1::FetchRequest {
+            job: self.spec().name.to_string(),
+            shard: awaited.shard.0,
+            version: awaited.version.0,
+            deadline_ms: PATIENCE.as_millis() as u64,
+        };
+        let mut client = TensorsClient::new(channel);
+        let fetch = async {
+            let mut parts = client.fetch(request).await?.into_inner();
+            parts.message().await
+        };
+        let silent = || Fault::new(FaultKind::Deadline, "fetch", awaited.shard, "sent in time", "ask again");
+        tokio::pin!(fetch);
+        tokio::select! {
+            biased;
+            part = &mut fetch => {
+                let part = part.map_err(|status| fault_from_status(&status, &awaited.address))?;
+                part.map(|part| number(&part.payload)).ok_or_else(silent)
+            }
+            () = self.sim.sleep(SILENCE) => Err(silent()),
+        }
+    }
+
+    /// Frees the state of shards that other servers own by now.
+    pub(super) fn free_handed(&self, instance: &mut Instance) {
+        if self.oracle.has(Plant::FreedAtOnce) {
+            let placement = instance.machine.placement().clone();
+            let server = lock(&self.disk).server;
+            let next = instance.machine.version().next_step();
+            for owned in 0..instance.owned.len() {
+                let is_made = !instance.machine.owns(OwnedShard(owned), next);
+                if is_made && placement.owner(instance.owned[owned]) != server {
+                    instance.state[owned].clear();
+                }
+            }
+        }
+        for owned in instance.machine.handed() {
+            if instance.machine.forget(owned) {
+                instance.state[owned.index()].clear();
+            }
+        }
+    }
+}
