@@ -12,19 +12,18 @@ import importlib.metadata
 import warnings
 from typing import TYPE_CHECKING
 
-from longshore import errors
 from longshore._longshore import __version__
-from longshore.progress import Progress
-from longshore.transfer.server import Server
 
 if TYPE_CHECKING:
-    from longshore import accelerate, axolotl, checkpoint, client, engine, huggingface, jax, lightning, optim, schedules
+    from longshore import accelerate, axolotl, checkpoint, client, engine, errors, huggingface, jax, lightning, optim, progress, schedules
     from longshore.client import Client, Shape
     from longshore.deepspeed.engine import Engine, initialize
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, NAdam
     from longshore.optim.shard import Sharded, shard
+    from longshore.progress import Progress
     from longshore.transfer.job import Hyper, StepReport
     from longshore.transfer.options import LossScale
+    from longshore.transfer.server import Server
     from longshore.units.build import GatheredParameters, Init, TiledLinear, tiled
 
 __all__ = [
@@ -66,7 +65,9 @@ _PLACES = {
     "Lion": "optim",
     "LossScale": "transfer.options",
     "NAdam": "optim",
+    "Progress": "progress",
     "SGD": "optim",
+    "Server": "transfer.server",
     "Shape": "client",
     "Sharded": "optim.shard",
     "StepReport": "transfer.job",
@@ -75,7 +76,20 @@ _PLACES = {
     "shard": "optim.shard",
     "tiled": "units.build",
 }
-_MODULES = {"accelerate", "axolotl", "checkpoint", "client", "engine", "huggingface", "jax", "lightning", "optim", "schedules"}
+_MODULES = {
+    "accelerate",
+    "axolotl",
+    "checkpoint",
+    "client",
+    "engine",
+    "errors",
+    "huggingface",
+    "jax",
+    "lightning",
+    "optim",
+    "progress",
+    "schedules",
+}
 #: DeepSpeed's functions beside ``initialize``, with their replacement here.
 _OF_DEEPSPEED = {
     "add_config_arguments": "pass the path as config=, or as args.deepspeed_config",
@@ -86,7 +100,6 @@ _OF_DEEPSPEED = {
     "ops": "use longshore.AdamW, longshore.Lion or longshore.Adagrad",
     "zero": "use longshore.Init and longshore.GatheredParameters",
 }
-
 
 
 def _warn_of_another_project() -> None:
