@@ -21,11 +21,10 @@ from longshore.distributed.ranks import CheckMissing, Ranks, on_all
 from longshore.errors import GradientError, UsageError, invalid
 from longshore.transfer import params as _params
 from longshore.transfer.filling import FrozenParams
-from longshore.transfer.gradients import Place
-from longshore.transfer.job import JobParam
-from longshore.transfer.params import Param
-from longshore.transfer.partitions import Box, Piece, layout, piece_param
-from longshore.transfer.weights import Weights, on_host
+from longshore.transfer.params import Box, Param, Piece, Place
+from longshore.transfer.partitions import layout, piece_param
+from longshore.transfer.tensors import on_host
+from longshore.transfer.weights import Weights
 
 
 def local_shard(tensor: Any) -> Tensor:
@@ -199,7 +198,7 @@ class FrozenShards(FrozenParams):
         self._pieces = [dataclasses.replace(piece, index=first + place) for place, piece in enumerate(pieces)]
         super().__init__(whole, first + len(self._pieces), rank == 0)
 
-    def described(self) -> Sequence[JobParam]:
+    def described(self) -> Sequence[Param | Piece]:
         return [*self._pieces, *super().described()]
 
     def values(self) -> tuple[list[Place], list[Tensor]]:

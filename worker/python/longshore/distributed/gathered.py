@@ -21,8 +21,7 @@ from longshore.distributed.collectives import Collective
 from longshore.errors import LongshoreError, UsageError, WaitError
 from longshore.transfer import partitions
 from longshore.transfer import device as _device
-from longshore.transfer.gradients import Place
-from longshore.transfer.params import DTYPES, Param
+from longshore.transfer.params import DTYPES, Param, Place
 from longshore.transfer.partitions import Bucket, Layout
 
 

@@ -25,12 +25,11 @@ from longshore.errors import GradientError, LongshoreError, UsageError, invalid
 from longshore.transfer import device, partitions
 from longshore.transfer import params as _params
 from longshore.transfer.filling import Filling, FrozenParams, write_frozen
-from longshore.transfer.gradients import Outgoing, Place
-from longshore.transfer.params import Param
+from longshore.transfer.gradients import Outgoing
+from longshore.transfer.params import Param, Place
 from longshore.transfer.partitions import Bucket, Layout, exported, layout, piece_param
 from longshore.transfer.pinned import LockedMemory
-from longshore.transfer.tensors import UnitParameter
-from longshore.transfer.weights import values
+from longshore.transfer.tensors import UnitParameter, on_host
 
 
 #: Most concurrent exports of a job.
@@ -253,7 +252,7 @@ class Reduced(Ranks):
     def first_weights(self) -> tuple[list[Place], list[Tensor]]:
         if self.rank != 0:
             return [], []
-        _, whole = values(self.params)
+        whole = [on_host(param.tensor) for param in self.params]
         return [piece.place(piece.part_of(whole[piece.param.index])) for piece in self.layout.pieces()], whole
 
     def read(self, job: Any) -> None:

@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from longshore.errors import UsageError, invalid
 from longshore.transfer import params as _params
 from longshore.transfer.params import Columns, Param
-from longshore.transfer.weights import on_host
+from longshore.transfer.tensors import on_host
 
 #: Steps after which a parameter without any gradient is named. An expert used by one batch of twenty lacks a gradient that long in fewer
 #: than one case of a hundred.

@@ -24,7 +24,7 @@ from longshore.transfer.filling import NAMES, Filling
 from longshore.transfer.job import Record
 from longshore.transfer.options import Options
 from longshore.transfer.params import Param
-from longshore.transfer.weights import on_host
+from longshore.transfer.tensors import on_host
 
 KEY = "longshore"
 _FORMAT = 1

@@ -181,3 +181,8 @@ def run_where(tensors: Sequence[Tensor], act: Callable[..., object]) -> None:
         accelerator.run(accelerator.current_stream(tensors[0].device), act, tensors)
     else:
         act(*tensors)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Returns whether the Rust half can use the tensor's own memory. Memory of a lazily negated tensor has the opposite signs."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not accelerator.has(tensor)

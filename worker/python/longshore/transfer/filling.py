@@ -14,12 +14,9 @@ from torch import Tensor
 
 from longshore.errors import GroupsError, StateError, UsageError, invalid, warn
 from longshore.transfer import device
-from longshore.transfer.gradients import Place
-from longshore.transfer.job import JobParam
-from longshore.transfer.params import DTYPES, Param, are_equal, is_rounding, is_sharded
-from longshore.transfer.partitions import Piece
+from longshore.transfer.params import DTYPES, Param, Piece, Place, are_equal, is_rounding, is_sharded
 from longshore.transfer.pinned import host_tensor
-from longshore.transfer.weights import on_host, values
+from longshore.transfer.tensors import on_host
 
 #: Torch's names of the arrays that servers keep beside the master weights, by rule.
 NAMES = {
@@ -64,14 +61,15 @@ class FrozenParams:
                 raise invalid(param.name, "sharded (DTensor)", "whole with frozen='keep', as what trains", remedy)
         self._params = [dataclasses.replace(param, index=first + place) for place, param in enumerate(params)]
 
-    def described(self) -> Sequence[JobParam]:
+    def described(self) -> Sequence[Param | Piece]:
         """Returns the frozen parameters for the job's layout."""
         return self._params
 
     def values(self) -> tuple[list[Place], list[Tensor]]:
         """Returns the frozen parameters' current places, and the tensors that hold their memory. Both are empty unless this rank fills the
         job."""
-        return values(self._params) if self._fills else ([], [])
+        held = [on_host(param.tensor) for param in self._params] if self._fills else []
+        return targets(self._params, held), held
 
     def whole(self) -> list[Param]:
         """Returns the frozen parameters that each rank has whole."""

@@ -16,19 +16,12 @@ import torch
 from torch import Tensor
 
 from longshore.transfer import device as _device
-from longshore.transfer.params import Columns, Param, check_gradient
+from longshore.transfer.params import Columns, Param, Place, check_gradient
 from longshore.transfer.pinned import LockedMemory, host_memory, host_tensor
 
-#: A gradient for the Rust half: parameter, address, elements, type.
-Place = tuple[int, int, int, str]
 #: Gradients leave in groups of at least this many elements. A chunk of a MiB has more elements, and is sent once complete. So grouping
 #: does not delay servers.
 ENOUGH = 128 * 1024
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Returns whether the Rust half can use the tensor's own memory. Memory of a lazily negated tensor has the opposite signs."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not _device.accelerator.has(tensor)
 
 
 class Group:

@@ -1,4 +1,4 @@
-"""The parameters of a job: the tensors of torch's param groups, checked, named and numbered."""
+"""The parameters of a job: the tensors of torch's param groups, checked, named and numbered; and pieces of them that ranks send."""
 
 import gc
 import hashlib
@@ -15,6 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from longshore.errors import GradientError, MissingGradientError, UsageError, invalid
 from longshore.transfer import device
+
+#: A gradient or weights for the Rust half: parameter, address, elements, type.
+Place = tuple[int, int, int, str]
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -38,9 +41,56 @@ class Param:
     wire: str
     elements: int
 
-    def place(self, memory: Tensor) -> tuple[int, int, int, str]:
+    def place(self, memory: Tensor) -> Place:
         """Returns the parameter's place in contiguous memory of the host, for the Rust half."""
         return self.index, memory.data_ptr(), self.elements, DTYPES[memory.dtype]
+
+
+#: A piece's place in its parameter: the first index and the end index of each dimension.
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a parameter that one rank sends. The job has it as a parameter, at its place in the job's order."""
+
+    index: int
+    name: str
+    param: Param
+    rank: int
+    shape: tuple[int, ...]
+    #: Index of its first element in the parameter, and its number of elements.
+    start: int
+    elements: int
+    #: Its first element's index in the rank's part of the bucket.
+    offset: int
+    #: Its place in the parameter if its elements are not consecutive there, for example columns of a matrix.
+    box: Box | None = None
+    #: The ranks that hold it, in ascending order, if these are more than ``rank`` alone.
+    replicas: tuple[int, ...] = ()
+
+    @property
+    def group(self) -> int:
+        return self.param.group
+
+    @property
+    def wire(self) -> str:
+        return self.param.wire
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks whose model has the piece."""
+        return self.replicas or (self.rank,)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Returns the piece's elements as a view of a contiguous tensor of the parameter's shape."""
+        if self.box is None:
+            return whole.view(-1)[self.start : self.start + self.elements]
+        return whole[tuple(slice(first, end) for first, end in self.box)]
+
+    def place(self, part: Tensor) -> Place:
+        """Returns the place of the piece's elements, which lie end to end in a CPU tensor."""
+        return (self.index, part.data_ptr(), self.elements, DTYPES[part.dtype])
 
 
 _dtype, _shape = Tensor.dtype.__get__, Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -60,13 +110,13 @@ class Columns:
         self.indices = frozenset(self._fixed[0])
         #: The addresses and places of the last tensors.
         self._addresses: list[int] = []
-        self._places: list[tuple[int, int, int, str]] = []
+        self._places: list[Place] = []
 
     def gradients(self) -> list[Tensor | None]:
         """Returns the gradients in ``.grad``."""
         return list(map(grad_of, self.tensors))
 
-    def places(self, tensors: Sequence[Any]) -> list[tuple[int, int, int, str]] | None:
+    def places(self, tensors: Sequence[Any]) -> list[Place] | None:
         """Returns the places of tensors of the parameters' shapes and types for the Rust half; None if some differ, or have memory that it
         cannot use."""
         try:

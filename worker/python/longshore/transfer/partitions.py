@@ -17,8 +17,7 @@ from torch import Tensor
 
 from longshore.errors import invalid
 from longshore.transfer import device
-from longshore.transfer.gradients import Place
-from longshore.transfer.params import DTYPES, Param
+from longshore.transfer.params import DTYPES, Param, Piece, Place
 
 #: A partition is padded to whole blocks of 64 Ki elements. With 16 blocks in each, padding takes 3 % of the space.
 _BLOCKS = 16
@@ -26,53 +25,6 @@ _BLOCK_ELEMENTS = 64 * 1024
 #: The servers' limits, in limits.rs: partitions, and parameters that steps may leave out.
 _MOST_PARTITIONS = 4096
 _MOST_PIECES = 65_536
-
-
-#: A piece's place in its parameter: the first index and the end index of each dimension.
-Box = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a parameter that one rank sends. The job has it as a parameter, at its place in the job's order."""
-
-    index: int
-    name: str
-    param: Param
-    rank: int
-    shape: tuple[int, ...]
-    #: Index of its first element in the parameter, and its number of elements.
-    start: int
-    elements: int
-    #: Its first element's index in the rank's part of the bucket.
-    offset: int
-    #: Its place in the parameter if its elements are not consecutive there, for example columns of a matrix.
-    box: Box | None = None
-    #: The ranks that hold it, in ascending order, if these are more than ``rank`` alone.
-    replicas: tuple[int, ...] = ()
-
-    @property
-    def group(self) -> int:
-        return self.param.group
-
-    @property
-    def wire(self) -> str:
-        return self.param.wire
-
-    @property
-    def holders(self) -> tuple[int, ...]:
-        """The ranks whose model has the piece."""
-        return self.replicas or (self.rank,)
-
-    def part_of(self, whole: Tensor) -> Tensor:
-        """Returns the piece's elements as a view of a contiguous tensor of the parameter's shape."""
-        if self.box is None:
-            return whole.view(-1)[self.start : self.start + self.elements]
-        return whole[tuple(slice(first, end) for first, end in self.box)]
-
-    def place(self, part: Tensor) -> Place:
-        """Returns the place of the piece's elements, which lie end to end in a CPU tensor."""
-        return (self.index, part.data_ptr(), self.elements, DTYPES[part.dtype])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from longshore.errors import LongshoreError, UsageError
+from longshore.transfer import device
 
 # Readers of awaited parameters' weights, by the parameter's id.
 _readers: dict[int, Callable[[], None]] = {}
@@ -300,6 +301,15 @@ def built(tensor: Tensor) -> Tensor | None:
         return None
     kept: Tensor = tensor._longshore_home.kept(tensor._longshore_member)  # type: ignore[attr-defined]
     return kept
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Returns a tensor's values end to end in the host's memory: its own memory if it has that form, or the memory of ``Init``."""
+    kept = built(tensor)
+    memory = tensor.detach() if kept is None else kept
+    if device.accelerator.has(memory):
+        memory = device.accelerator.to_host(memory)
+    return memory.contiguous().resolve_neg()
 
 
 def hide(tensor: Tensor, member: Member, home: Home) -> None:

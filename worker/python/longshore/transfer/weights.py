@@ -18,8 +18,8 @@ from torch import Tensor
 from longshore.errors import LongshoreError
 from longshore.transfer import device as _device
 from longshore.transfer import tensors as _tensors
-from longshore.transfer.gradients import Place, is_plain
-from longshore.transfer.params import Columns, Param, check_unchanged, is_image, is_sharded
+from longshore.transfer.device import is_plain
+from longshore.transfer.params import Columns, Param, Place, check_unchanged, is_image, is_sharded
 from longshore.transfer.pinned import Lending
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ class Weights:
 
     def values(self) -> tuple[list[Place], list[Tensor]]:
         """Returns the places of the current weights, and the tensors that hold their memory."""
-        return values(self._params)
+        held = [_tensors.on_host(param.tensor) for param in self._params]
+        return [param.place(memory) for param, memory in zip(self._params, held, strict=True)], held
 
     def expect(self) -> None:
         """Makes all parameters awaited. Parameters whose use cannot be noticed are read at once."""
@@ -331,21 +332,6 @@ class Weights:
         asked = self._before[device][0]
         for stream in [current] if current == asked else [current, asked]:
             _device.accelerator.let_wait(stream, copied)
-
-
-def values(params: list[Param]) -> tuple[list[Place], list[Tensor]]:
-    """Returns the places of the parameters' current weights, and the tensors that hold their memory."""
-    held = [on_host(param.tensor) for param in params]
-    return [param.place(memory) for param, memory in zip(params, held, strict=True)], held
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """Returns a tensor's values end to end in the host's memory: its own memory if it has that form, or the memory of ``Init``."""
-    kept = _tensors.built(tensor)
-    memory = tensor.detach() if kept is None else kept
-    if _device.accelerator.has(memory):
-        memory = _device.accelerator.to_host(memory)
-    return memory.contiguous().resolve_neg()
 
 
 class _Reader:

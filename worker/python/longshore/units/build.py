@@ -18,8 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from longshore.errors import UsageError, invalid
 from longshore.transfer import tensors
 from longshore.transfer.filling import Filling
-from longshore.transfer.gradients import Place
-from longshore.transfer.params import Param
+from longshore.transfer.params import Param, Place
 from longshore.transfer.tensors import UnitParameter, is_built
 from longshore.units import model as _model
 from longshore.units.fetching import Fetcher

@@ -17,8 +17,8 @@ from longshore.distributed.gathered import Rounds
 from longshore.errors import LongshoreError
 from longshore.transfer import device as _device
 from longshore.transfer import tensors
-from longshore.transfer.gradients import Place, is_plain
-from longshore.transfer.params import are_equal
+from longshore.transfer.device import is_plain
+from longshore.transfer.params import Place, are_equal
 from longshore.transfer.pinned import Lending, Staging, host_memory
 from longshore.units.fetch import Fetch, MappedFetch
 from longshore.units.model import Member, Span, Spans, in_one_piece, parts_of, places_of

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longshore.errors import UsageError, invalid
-from longshore.transfer.gradients import Place
-from longshore.transfer.params import DTYPES, Param
+from longshore.transfer.params import DTYPES, Param, Place
 
 #: A unit's name for ``units=``: a module, a class, or a module's name. In a name * stands for any one part ("layers.*").
 Named = str | type | nn.Module

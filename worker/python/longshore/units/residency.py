@@ -19,8 +19,7 @@ from torch.autograd import Variable
 
 from longshore.errors import LongshoreError, ShortageError, UsageError, invalid, warn
 from longshore.transfer import tensors
-from longshore.transfer.gradients import Place
-from longshore.transfer.params import Param
+from longshore.transfer.params import Place
 from longshore.units.fetch import Fetch, UnitStreams
 from longshore.units.fetching import Fetcher
 from longshore.units.model import Member, Order, Unit
