@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import longshore
 from longshore import checkpoint, errors, schedules
-from longshore.deepspeed import auto as _auto
+from longshore.deepspeed import config as _config
 from longshore.deepspeed import keys
 from longshore.deepspeed.config import Config
 
@@ -593,4 +593,4 @@ def test_auto_steps_of_several_ranks(tmp_path: pathlib.Path) -> None:
             args = SimpleNamespace(
                 max_steps=-1, dataloader_drop_last=drop_last, train_batch_size=4, world_size=3, num_train_epochs=1.0, gradient_accumulation_steps=1
             )
-            assert _auto._steps(args, range(examples)) == max(1, length)
+            assert _config._steps(args, range(examples)) == max(1, length)

@@ -93,7 +93,7 @@ def test_a_save_that_a_kill_cut_short_is_left_out(tmp_path: pathlib.Path, server
 
 
 def test_a_save_within_that_of_the_state_counts_as_cut_short(tmp_path: pathlib.Path) -> None:
-    from longshore.integrations.huggingface import last_whole
+    from longshore.huggingface import last_whole
 
     assert last_whole(tmp_path / "absent") is None
     for step, state in ((4, "{}"), (12, '{"global_step": 1'), (8, "{}")):

@@ -14,7 +14,7 @@ from units import Deep, optimizer_of, same
 
 import longshore
 from longshore import errors
-from longshore.integrations.huggingface import Loaded
+from longshore.huggingface import Loaded
 
 STEPS, SAVES = 8, 3
 PROGRAM = """

@@ -97,10 +97,9 @@ def test_the_stub_declares_what_was_compiled() -> None:
 
 
 def modules() -> list[str]:
-    """Returns the modules that users import from, and those behind the public paths."""
-    behind = ["checkpoint", "client", "client.jax", "deepspeed.engine", "deepspeed.schedules", "optim"]
-    behind += [f"integrations.{path.stem}" for path in (PACKAGE / "integrations").glob("[!_]*.py")]
-    return sorted(f"longshore.{name}" for name in [*(path.stem for path in PACKAGE.glob("[!_]*.py")), *behind])
+    """Returns the modules that users import from."""
+    folders = ["checkpoint", "client", "deepspeed.engine", "optim"]
+    return sorted(f"longshore.{name}" for name in [*(path.stem for path in PACKAGE.glob("[!_]*.py")), *folders])
 
 
 @needs_tools

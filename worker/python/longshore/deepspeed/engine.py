@@ -18,7 +18,6 @@ from longshore import optim
 from longshore.deepspeed import files
 from longshore.deepspeed.config import Config
 from longshore.errors import InvalidError, UsageError, invalid, warn
-from longshore.optim import shard as _shard
 from longshore.transfer import params as _params
 
 
@@ -132,28 +131,6 @@ def scheduler_of(given: Any, optimizer: optim.Optimizer, settings: Config) -> An
     if settings.scheduler_type is not None:
         raise invalid("scheduler", type(given).__name__, "given once", "pass lr_scheduler= or name one in the config")
     return given if hasattr(given, "step") else given(optimizer)
-
-
-#: DeepSpeed's default of stage3_max_live_parameters.
-_LIVE = 10**9
-
-
-def put_in_units(model: nn.Module, optimizer: optim.Optimizer, settings: Config) -> None:
-    """Cuts the model into units in stage 3. By default it moves to the accelerator, if there is one."""
-    if settings.shard is None or optimizer.is_in_units:
-        return
-    given = dict(settings.shard)
-    if "device" not in given and torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        given["device"] = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    live = given.pop("live", None)
-    if "budget" not in given:
-        largest = max((p for p in model.parameters()), key=lambda p: p.element_size())
-        is_on_host = torch.device(given.get("device", largest.device)).type == "cpu"
-        live = live if live is not None else _LIVE if is_on_host else None
-        given["budget"] = int(live * largest.element_size()) if live is not None else None
-    _shard.shard(model, optimizer, **given)
 
 
 def loader_of(data: Any, optimizer: optim.Optimizer, collate_fn: Any, settings: Config) -> Any:
@@ -428,7 +405,7 @@ class Engine(Asked):
         else:
             loaded = files.load(self, Path(load_dir), tag, load_module_strict, load_lr_scheduler_states)
         self._begin_anew()
-        put_in_units(self.module, self.optimizer, self._config)
+        self._config.put_in_units(self.module, self.optimizer)
         return loaded
 
     def load_universal_checkpoint(self) -> bool:
@@ -529,7 +506,7 @@ def initialize(
     if not optimizer.waits_for_state and not settings.loads_universal:
         # The first forward needs the job's weights.
         optimizer.open()
-        put_in_units(model, optimizer, settings)
+        settings.put_in_units(model, optimizer)
     lr_scheduler = scheduler_of(lr_scheduler, optimizer, settings)
     loader = None if training_data is None else loader_of(training_data, optimizer, collate_fn, settings)
     return Engine(model, optimizer, lr_scheduler, settings), optimizer, loader, lr_scheduler

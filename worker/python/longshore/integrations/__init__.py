@@ -1,1 +1,0 @@
-"""Adapters of training frameworks. Users' configurations name them as ``longshore.huggingface`` and so on."""
