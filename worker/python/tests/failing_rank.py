@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 import longshore
-from longshore.distributed import collectives, gathered, ranks
+from longshore.distributed import collectives, ranks, reduced
 from longshore.errors import WaitError
 
 #: Timeout of torch.distributed in seconds. An error that comes sooner has another cause.
@@ -58,7 +58,7 @@ def reads(options: dict[str, Any], error: BaseException) -> Callable[[], None]:
     made = Optimizer(options)
     made.step(0)
     made.backward(1)
-    patched(gathered.Gathered, "_targets", error)
+    patched(reduced.Gathered, "_targets", error)
     return made.optimizer.step
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from units import weight_bytes
 
 import longshore
-from longshore.distributed import collectives, gathered
+from longshore.distributed import collectives
 from longshore.transfer import partitions
 
 STEPS = 4
@@ -129,7 +129,7 @@ def make(way: str, options: dict[str, Any]) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partitions, "_BLOCKS", 1)
         patch.setattr(partitions, "_BLOCK_ELEMENTS", BUCKET / distributed.get_world_size())
-        patch.setattr(gathered, "LEAST_SHARED", 1000)
+        patch.setattr(partitions, "LEAST_SHARED", 1000)
         number = next(runs)
         if seed is None:
             return act(Immediate(0), **options)

@@ -12,7 +12,8 @@ from torch import distributed, nn
 
 from longshore import errors
 from longshore.distributed import agree, collectives
-from longshore.distributed.gathered import Gathered, gather_frozen
+from longshore.distributed.ranks import gather_frozen
+from longshore.distributed.reduced import Gathered
 from longshore.transfer.params import DTYPES, Param
 from longshore.transfer.partitions import layout
 

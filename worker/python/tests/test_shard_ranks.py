@@ -2,6 +2,7 @@
 base in units that servers keep. A rank runs unit_rank.py."""
 
 import re
+from longshore.transfer.partitions import LEAST_SHARED
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import nn
 from unit_rank import RANKS, STEPS
 
 import longshore
-from longshore.distributed.gathered import LEAST_SHARED
 
 CLIP = 0.05
 #: The seed of the weights in models that ranks build.

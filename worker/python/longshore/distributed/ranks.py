@@ -1,36 +1,27 @@
 """Ranks that reduce gradients among themselves: each sends and reads its own partition.
 
-:class:`Reduced` has gradients that another library has reduced, as DistributedDataParallel does; :func:`has_ddp` finds such models. Ranks of
-:class:`Scattered` reduce bucket by bucket, so that each gets its part of the mean, as in ZeRO-2. :mod:`longshore.distributed.dtensor` has
-parameters that are sharded already, as FSDP2's are.
+:mod:`longshore.distributed.reduced` has ranks with whole parameters, and :mod:`longshore.distributed.dtensor` ranks whose parameters are
+sharded already, as FSDP2's are. :func:`has_ddp` finds models of DistributedDataParallel.
 """
 
 import contextlib
-import functools
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch import Tensor
 
 from longshore import _longshore
 from longshore.distributed import agree, collectives
-from longshore.distributed.collectives import Collective
-from longshore.distributed.gathered import Gathered, gather_frozen
-from longshore.errors import GradientError, LongshoreError, UsageError, invalid
-from longshore.transfer import device, partitions
-from longshore.transfer import params as _params
+from longshore.errors import LongshoreError, UsageError
+from longshore.transfer import device
 from longshore.transfer.filling import Filling, FrozenParams, write_frozen
 from longshore.transfer.gradients import Outgoing
 from longshore.transfer.params import Param, Place
-from longshore.transfer.partitions import Bucket, Layout, exported, layout, piece_param
+from longshore.transfer.partitions import Layout, exported, share
 from longshore.transfer.pinned import LockedMemory
-from longshore.transfer.tensors import UnitParameter, on_host
-
 
 #: Most concurrent exports of a job.
 _EXPORTS = 4
@@ -240,62 +231,33 @@ class Ranks(ABC):
         job.end_micro_step()
 
 
-class Reduced(Ranks):
-    """Ranks whose gradients come reduced, equal on all ranks. Each rank sends its part of them, and gathers the weights."""
+def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_size: int) -> Iterator[tuple[Param, Tensor]]:
+    """Yields the job's frozen weights on their parameters' devices, one after the other. Each rank pulls its part."""
+    shares = [share(param.elements, param.dtype.itemsize, rank, world_size) for param in params]
+    pulled: list[list[tuple[int, Tensor]]] = []
 
-    def __init__(self, params: list[Param]) -> None:
-        super().__init__(params, layout(params, agree.place()[1]))
-        self._gathered = Gathered(self.layout, self.rank, self.world_size)
-        #: Parameters whose gradients ranks have compared, or had the occasion to.
-        self._compared: set[int] = set()
+    def pull() -> None:
+        for param, of_rank in zip(params, shares, strict=True):
+            own = of_rank.own if of_rank is not None else [(0, param.elements)]
+            parts = [(start, device.host_empty([length], param.dtype)) for start, length in own]
+            places = [((param.index, part.data_ptr(), len(part), param.wire), start) for start, part in parts]
+            job.fetch(version, places).read()
+            pulled.append(parts)
 
-    def first_weights(self) -> tuple[list[Place], list[Tensor]]:
-        if self.rank != 0:
-            return [], []
-        whole = [on_host(param.tensor) for param in self.params]
-        return [piece.place(piece.part_of(whole[piece.param.index])) for piece in self.layout.pieces()], whole
-
-    def read(self, job: Any) -> None:
-        self._gathered.read(job)
-
-    def forget_weights(self) -> None:
-        self._gathered.release()
-
-    def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
-        has = {param.index for param in self.params if param.tensor.grad is not None}
-        if has - self._compared:
-            self._compare()
-            self._compared |= has | {param.index for param in self.params if param.tensor.requires_grad}
-        return super().push(job, scale, check_missing)
-
-    def _compare(self) -> None:
-        """Refuses gradients that differ between ranks: they were not reduced. Runs in the first step, and again when parameters begin to
-        train, which DistributedDataParallel may not know."""
-        sums = [
-            torch.zeros(2, dtype=torch.float64, device="cpu")
-            if param.tensor.grad is None
-            else torch.stack([param.tensor.grad.double().sum(), param.tensor.grad.double().abs().sum()]).cpu()
-            for param in self.params
-        ]
-        everyones = agree.together(lambda: torch.stack(sums))
-        for rank, theirs in enumerate(everyones):
-            apart = (theirs[:, 0] - everyones[0][:, 0]).abs() > 1e-3 * everyones[0][:, 1]
-            if apart.any():
-                name = self.params[int(apart.int().argmax())].name
-                raise invalid(
-                    f"{name}.grad",
-                    f"another on rank {rank} than on rank 0",
-                    "reduced, so that all ranks have the same, with partition='all-reduced'",
-                    "train with DistributedDataParallel, built while the parameter required a gradient, or pass partition='reduce-scatter'",
-                    GradientError,
-                )
-
-    def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
-        _params.check_gradient(param, gradient)
-        piece = self._mine.get(param.index)
-        if piece is not None:
-            part = gradient.reshape(-1)[piece.start : piece.start + piece.elements]
-            self._outgoing.send(job, piece_param(piece, part, param.dtype), part, scale)
+    agree.together(pull)
+    for param, of_rank in zip(params, shares, strict=True):
+        whole = torch.empty(param.elements, dtype=param.dtype, device=param.tensor.device)
+        for start, part in pulled.pop(0):
+            whole[start : start + len(part)].copy_(part)
+        if of_rank is not None:
+            gathered = whole[: of_rank.gathered].view(torch.uint8)
+            part = of_rank.part * whole.itemsize
+            own = gathered[rank * part : (rank + 1) * part]
+            gathering = collectives.all_gather(gathered, own, agree.group_of(whole.device))
+            gathering.wait(f"{param.name}, which is frozen and which ranks gather")
+        yield param, whole.view(param.shape)
+        # Only one tensor at a time lies on the device.
+        del whole
 
 
 def on_all(check_missing: CheckMissing) -> CheckMissing:
@@ -310,148 +272,6 @@ def on_all(check_missing: CheckMissing) -> CheckMissing:
     return check
 
 
-@dataclass(frozen=True, slots=True)
-class _Filling:
-    """A bucket being filled, with a row for each rank, and the streams that write to it. The first stream owns its memory."""
-
-    slots: Tensor
-    streams: list[Any]
-
-
-class Scattered(Reduced):
-    """Ranks with gradients of their own. A bucket is reduced once it has all its gradients, from the last bucket on. So all ranks have one
-    order, even if some parameters have no gradient."""
-
-    def __init__(self, params: list[Param], reduce_dtype: torch.dtype | None) -> None:
-        super().__init__(params)
-        self._compared.update(param.index for param in params)  # each rank has its own gradients, so none are compared
-        self._dtype = reduce_dtype
-        self._bucket = {param.index: bucket for bucket in self.layout.buckets for param in bucket.params}
-        #: Buckets being filled, and the number of gradients that each lacks.
-        self._filling: dict[int, _Filling] = {}
-        self._lacks = {bucket.index: len(bucket.params) for bucket in self.layout.buckets}
-        self._next = len(self.layout.buckets) - 1
-        #: Buckets being reduced, with this rank's part of the result, oldest first.
-        self._reducing: list[tuple[Bucket, Collective, Tensor]] = []
-        self._scale = 1.0
-        #: Parameters without a gradient on any rank. Known at the end of a micro-step, until which their buckets wait.
-        self._absent: set[int] = set()
-
-    def bucket_bytes(self) -> int:
-        width = (self._dtype or torch.uint8).itemsize
-        return max(bucket.slot * self.world_size * max(bucket.dtype.itemsize, width) for bucket in self.layout.buckets)
-
-    def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
-        self._scale = scale
-        with self.telling():
-            return super().push(job, scale, on_all(check_missing))
-
-    def telling(self) -> contextlib.AbstractContextManager[None]:
-        return collectives.telling()
-
-    def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
-        # Ranks without further gradients still reduce with the others, so that none waits for another.
-        self._reduce_rest()
-        if super().end_micro_step(job, on_all(check_missing)):
-            return True
-        for _, reducing, _ in self._reducing:
-            reducing.wait("gradients that ranks reduce")
-        self._begin()
-        return False
-
-    def _begin(self) -> None:
-        self._reducing.clear()
-        self._taken.clear()
-        self._absent.clear()
-        self._lacks = {bucket.index: len(bucket.params) for bucket in self.layout.buckets}
-        self._next = len(self.layout.buckets) - 1
-
-    def _end(self, job: Any) -> None:
-        self._reduce_rest()
-        self._push_reduced(job, wait=True)
-        self._outgoing.push_rest(job)
-        self._begin()
-        job.end_micro_step()
-
-    def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
-        _params.check_gradient(param, gradient)
-        bucket = self._bucket[param.index]
-        slots, accelerator = self._filled(bucket).slots, device.accelerator
-        device.run_where([gradient, slots], functools.partial(partitions.copy, self._pieces[param.index]))
-        if accelerator.has(gradient):
-            # The gradient may be of another stream, and is freed next.
-            accelerator.keep_for(gradient, accelerator.current_stream(gradient.device))
-        self._lacks[bucket.index] -= 1
-        while self._next >= 0 and self._lacks[self._next] == 0:
-            self._reduce()
-        self._push_reduced(job, wait=False)
-
-    def _reduce_rest(self) -> None:
-        while self._next >= 0:
-            self._reduce()
-
-    def _filled(self, bucket: Bucket) -> _Filling:
-        """Returns a bucket for the next work of this thread's stream. Elements without a gradient are zero."""
-        filling, tensor = self._filling.get(bucket.index), bucket.params[0].tensor
-        if filling is None:
-            slots = device.empty_beside(tensor, [self.world_size, bucket.slot], self._dtype or bucket.dtype)
-            device.run_where([slots], Tensor.zero_)
-            filling = self._filling[bucket.index] = _Filling(slots, [])
-        if device.accelerator.has(tensor):
-            current = device.accelerator.current_stream(tensor.device)
-            if current not in filling.streams:
-                # Each stream writes behind the zeroing, which runs on the first one.
-                for first in filling.streams[:1]:
-                    device.accelerator.let_wait(current, device.accelerator.record(first))
-                filling.streams.append(current)
-        return filling
-
-    def _reduce(self) -> None:
-        """Begins to reduce the next bucket."""
-        bucket = self.layout.buckets[self._next]
-        filling = self._filled(bucket)
-        del self._filling[bucket.index]
-        self._next -= 1
-        for stream in filling.streams:
-            current = device.accelerator.current_stream(filling.slots.device)
-            if stream != current:
-                device.accelerator.let_wait(current, device.accelerator.record(stream))
-        reducing, part = collectives.reduce_scatter(filling.slots, self.rank)
-        self._reducing.append((bucket, reducing, part))
-
-    def _push_reduced(self, job: Any, wait: bool) -> None:
-        """Sends this rank's part of reduced buckets; with ``wait`` of all buckets being reduced.
-
-        Memory of another stream may be freed here, for one of two reasons. The host may have seen that the bucket is reduced, since ranks
-        count their gradients behind it. Otherwise one stream has all of the step's work.
-        """
-        while self._reducing and (wait or self._reducing[0][1].is_done()):
-            bucket, reducing, part = self._reducing.pop(0)
-            reducing.wait("gradients that ranks reduce")
-            scale = self._scale / self.world_size
-            absent = [piece.index for piece in bucket.pieces[self.rank] if piece.param.index in self._absent]
-            if absent:
-                job.begin_step()
-                job.push_zeros(absent)
-            for piece in bucket.pieces[self.rank]:
-                if piece.param.index in self._absent:
-                    continue
-                gradient = part[piece.offset : piece.offset + piece.elements]
-                self._outgoing.send(job, piece_param(piece, gradient, gradient.dtype), gradient, scale)
-
-    def _missing(self, has: list[bool]) -> list[Param]:
-        """Returns the parameters without a gradient on some rank; all parameters, if no rank has any gradient."""
-        counts = agree.ranks_with(has, self.params[0].tensor)
-        self._absent = {param.index for param, count in zip(self.params, counts, strict=True) if not count}
-        if not any(counts):
-            return self.params
-        return [param for param, count in zip(self.params, counts, strict=True) if count < self.world_size]
-
-
-#: By name, since importing the last one takes a second.
-_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
-
-
 def has_ddp(tensors: Iterable[Tensor]) -> bool:
     """Returns whether a DistributedDataParallel model has some of these tensors as parameters."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -462,19 +282,3 @@ def has_ddp(tensors: Iterable[Tensor]) -> bool:
     # `isinstance` would read each object's `__class__`. Some of torch's objects warn at that, and it takes seconds.
     wrapped = [found for found in gc.get_objects() if DistributedDataParallel in type(found).__mro__]
     return any(id(tensor) in mine for model in wrapped for tensor in model.parameters())
-
-
-@functools.cache
-def refuse_models_in_units() -> None:
-    """Refuses to wrap a model in units from now on: in C++, unseen by Python, torch would read released weights and crash."""
-    register_module_module_registration_hook(_refuse)
-
-
-def _refuse(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
-    if name != "module" or model is None or _WRAPPERS.isdisjoint(kind.__name__ for kind in type(wrapper).__mro__):
-        return
-    if any(isinstance(parameter, UnitParameter) for parameter in model.parameters()):
-        raise UsageError(
-            f"{type(wrapper).__name__} cannot wrap a model in units, as longshore.shard makes them: leave the model unwrapped, since the "
-            "servers sum the gradients of ranks; give Hugging Face's Trainer a longshore.huggingface.Callback, which sees to it"
-        )

@@ -27,7 +27,8 @@ from torch import Tensor
 from longshore import _longshore
 from longshore.distributed import agree, collectives, ranks
 from longshore.distributed.dtensor import Sharded
-from longshore.distributed.ranks import Ranks, Reduced, Scattered
+from longshore.distributed.ranks import Ranks
+from longshore.distributed.reduced import Reduced, Scattered
 from longshore.errors import StateError, UsageError, invalid
 from longshore.optim.guards import Writes
 from longshore.transfer import device
@@ -42,8 +43,7 @@ from longshore.transfer.pinned import Lending, LockedMemory
 from longshore.transfer.weights import Weights, is_compiling
 
 if TYPE_CHECKING:
-    from longshore.units.build import Unplaced
-    from longshore.units.residency import UnitWeights
+    from longshore.units.build import UnitWeights, Unplaced
 
 
 class State(enum.Enum):

@@ -29,8 +29,7 @@ from longshore.transfer.job import Hyper
 from longshore.transfer.options import Options
 from longshore.transfer.params import Param
 from longshore.transfer.tensors import UnitParameter, is_built
-from longshore.units.build import Unplaced, filling
-from longshore.units.residency import UnitWeights
+from longshore.units.build import UnitWeights, Unplaced, filling
 
 
 #: Names that mean nothing in a param group.

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from longshore.distributed import agree, ranks
-from longshore.distributed.gathered import Rounds
+from longshore.distributed import agree
 from longshore.errors import UsageError, invalid
 from longshore.optim.connection import Connection
 from longshore.optim.optimizer import Optimizer
@@ -20,10 +20,12 @@ from longshore.transfer.params import Param
 from longshore.transfer.pinned import Lending
 from longshore.transfer.tensors import UnitParameter, UnitTensor
 from longshore.units import model as _model
+from longshore.units.build import UnitWeights
+from longshore.units.fetch import Rounds
 from longshore.units.fetching import Fetcher
 from longshore.units.hooks import ModuleHooks, Saving
 from longshore.units.model import Member, Named, Span, Spans, Unit, in_one_piece
-from longshore.units.residency import Residency, UnitWeights
+from longshore.units.residency import Residency
 
 
 class Sharded:
@@ -133,7 +135,7 @@ def shard(
     if whole is not None and optimizer._stream is not None:
         optimizer._stream.room = reserve
     room = None if room is None else room - copies * reserve
-    ranks.refuse_models_in_units()
+    _refuse_wrappers()
     fetcher = _fetcher(optimizer, connection, members, rounds, _is_on_device(members, device))
     _take_written(fetcher, was_open)
     _place(model, members, device)
@@ -280,6 +282,26 @@ def _is_overwritten(optimizer: "weakref.ref[Optimizer]", member: Member) -> bool
     # A job that is joined again has another stream.
     found = optimizer()
     return found is None or found._stream is None or found._stream.has_left(member.param)
+
+
+#: By name, since importing the last one takes a second.
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+@functools.cache
+def _refuse_wrappers() -> None:
+    """Refuses to wrap a model in units from now on: in C++, unseen by Python, torch would read released weights and crash."""
+    register_module_module_registration_hook(_refuse)
+
+
+def _refuse(wrapper: nn.Module, name: str, model: nn.Module | None) -> None:
+    if name != "module" or model is None or _WRAPPERS.isdisjoint(kind.__name__ for kind in type(wrapper).__mro__):
+        return
+    if any(isinstance(parameter, UnitParameter) for parameter in model.parameters()):
+        raise UsageError(
+            f"{type(wrapper).__name__} cannot wrap a model in units, as longshore.shard makes them: leave the model unwrapped, since the "
+            "servers sum the gradients of ranks; give Hugging Face's Trainer a longshore.huggingface.Callback, which sees to it"
+        )
 
 
 def _place(model: nn.Module, members: list[Member], device: torch.device | str | None) -> None:

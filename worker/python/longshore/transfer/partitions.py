@@ -131,6 +131,30 @@ def spans(pieces: list[Piece], start: int, elements: int) -> Iterator[tuple[int,
             yield piece.index, first - piece.start, end - first
 
 
+#: Weights of fewer bytes are pulled whole by each rank, since that takes no longer than a collective.
+LEAST_SHARED = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's pull of a tensor that ranks gather."""
+
+    #: Number of elements in each rank's part, and in all parts together.
+    part: int
+    gathered: int
+    #: First element and number of elements of this rank's pulls: its part, and the indivisible remainder.
+    own: list[tuple[int, int]]
+
+
+def share(elements: int, width: int, rank: int, world_size: int) -> Share | None:
+    """Returns a rank's share of a tensor of ``elements`` elements of ``width`` bytes; None if it pulls the whole tensor."""
+    if elements * width < LEAST_SHARED:
+        return None
+    part = elements // world_size
+    own = [(rank * part, part), (world_size * part, elements - world_size * part)]
+    return Share(part, world_size * part, [(start, length) for start, length in own if length])
+
+
 @contextlib.contextmanager
 def exported(pieces: list[Piece], arrays: list[list[Tensor]]) -> Iterator[list[list[Place]]]:
     """Yields places to write exported values to: by array a place for each piece, none for an array without tensors.

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.distributed.gathered import Share, share
-from longshore.distributed.gathered import Rounds
 from longshore.errors import LongshoreError
 from longshore.transfer import device as _device
 from longshore.transfer import tensors
 from longshore.transfer.device import is_plain
 from longshore.transfer.params import Place, are_equal
+from longshore.transfer.partitions import Share, share
 from longshore.transfer.pinned import Lending, Staging, host_memory
-from longshore.units.fetch import Fetch, MappedFetch
+from longshore.units.fetch import Fetch, MappedFetch, Rounds
 from longshore.units.model import Member, Span, Spans, in_one_piece, parts_of, places_of
 
 
