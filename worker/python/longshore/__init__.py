@@ -17,7 +17,7 @@ from longshore._longshore import __version__
 if TYPE_CHECKING:
     from longshore import accelerate, axolotl, checkpoint, client, engine, errors, huggingface, jax, lightning, optim, progress, schedules
     from longshore.client import Client, Shape
-    from longshore.deepspeed.engine import Engine, initialize
+    from longshore.engine import Engine, initialize
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, NAdam
     from longshore.optim.shard import Sharded, shard
     from longshore.progress import Progress
@@ -58,7 +58,7 @@ _PLACES = {
     "Adam": "optim",
     "AdamW": "optim",
     "Client": "client",
-    "Engine": "deepspeed.engine",
+    "Engine": "engine",
     "GatheredParameters": "units.build",
     "Hyper": "transfer.job",
     "Init": "units.build",
@@ -72,7 +72,7 @@ _PLACES = {
     "Sharded": "optim.shard",
     "StepReport": "transfer.job",
     "TiledLinear": "units.build",
-    "initialize": "deepspeed.engine",
+    "initialize": "engine",
     "shard": "optim.shard",
     "tiled": "units.build",
 }

@@ -1,1 +1,1 @@
-"""DeepSpeed's interface: ``longshore.initialize``, its engine, its configuration and its schedules."""
+"""DeepSpeed's configuration, and the files of :mod:`longshore.engine`."""

@@ -19,7 +19,7 @@ A finished commit, read or join returns to ``IDLE``. The training thread and aut
 
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -460,3 +460,34 @@ class Connection:
         self.weights.expect()
         self.version = version
         self._step.mend()
+
+
+class Connected(torch.optim.Optimizer):
+    """State that the parts of an optimizer share; :class:`longshore.optim.optimizer.Optimizer` joins the parts."""
+
+    #: The servers' name of the update rule.
+    rule: ClassVar[str]
+    _options: Options
+    _job_name: str
+    _connection: Connection | None
+    _finalizer: Any
+    _now: Step
+    _is_version_known: bool
+    #: Number of updates that made the weights.
+    _applied: Tensor
+
+    @property
+    def version(self) -> int:
+        raise NotImplementedError
+
+    def _new_connection(self) -> Connection:
+        raise NotImplementedError
+
+    def _opened(self, *, in_step: bool = False) -> Connection:
+        raise NotImplementedError
+
+    def _start(self, connection: Connection, *, found: bool = False, in_step: bool = False, held: int | None = None) -> Connection:
+        raise NotImplementedError
+
+    def _stream_anew(self) -> None:
+        raise NotImplementedError

@@ -19,6 +19,7 @@ from longshore.errors import LongshoreError, RefusedError, UsageError, invalid, 
 from longshore.optim import guards
 from longshore.optim.connection import Connection, State, Step
 from longshore.optim.guards import Absent, Groups, Watch
+from longshore.optim.state_dict import Stateful
 from longshore.optim.step import Stepping, Stream
 from longshore.transfer import device
 from longshore.transfer import job as _job
@@ -39,7 +40,7 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 _LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier")
 
 
-class Optimizer(Stepping):
+class Optimizer(Stepping, Stateful):
     """An optimizer whose master weights and state live on optimizer servers.
 
     Hooks, param groups, schedulers, closures, accumulation in ``.grad`` and ``GradScaler`` work as in torch. The first step opens the job

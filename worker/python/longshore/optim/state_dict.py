@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from torch import Tensor
 from longshore import _longshore
 from longshore.distributed import agree
 from longshore.errors import LongshoreError, RefusedError, StateError, UsageError, invalid, warn
-from longshore.optim.connection import Connection, State, Step
+from longshore.optim.connection import Connected, Connection, State
 from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import params as _params
 from longshore.transfer.filling import NAMES, Filling
 from longshore.transfer.job import Record
-from longshore.transfer.options import Options
 from longshore.transfer.params import Param
 from longshore.transfer.tensors import on_host
 
@@ -205,52 +204,26 @@ def _check_meeting(connection: Connection, version: int) -> None:
     )
 
 
-class Stateful(torch.optim.Optimizer):
+class Stateful(Connected):
     """``state_dict`` and ``load_state_dict`` of an optimizer whose state lives on servers, and the return to a checkpoint."""
 
-    #: The servers' name of the update rule.
-    rule: ClassVar[str]
-    _options: Options
-    _job_name: str
-    _connection: Connection | None
-    _finalizer: Any
-    _now: Step
+    _is_refused: bool
     #: State that fills a new job instead of the parameters' weights.
     _filling: Filling | None
     #: The job's trained and frozen parameters, since it was opened.
     _table: tuple[list[Param], list[Param]] | None
-    #: Number of updates that made the weights.
-    _applied: Tensor
     #: A version and the name of its checkpoint on the servers.
     _checkpointed: tuple[int, str] | None
-    _is_refused: bool
-    _is_version_known: bool
     #: Default of ``state_dict(full=)``. A framework's adapter sets it where the servers end with this process.
     saves_all: bool = False
     #: True to warn once that a handle ends with this process. An adapter that saves the full state sets False.
     warns_of_handles: bool = True
 
     @property
-    def version(self) -> int:
-        raise NotImplementedError
-
-    @property
     def is_in_units(self) -> bool:
         raise NotImplementedError
 
     def flush(self) -> int:
-        raise NotImplementedError
-
-    def _new_connection(self) -> Connection:
-        raise NotImplementedError
-
-    def _opened(self, *, in_step: bool = False) -> Connection:
-        raise NotImplementedError
-
-    def _start(self, connection: Connection, *, found: bool = False, in_step: bool = False, held: int | None = None) -> Connection:
-        raise NotImplementedError
-
-    def _stream_anew(self) -> None:
         raise NotImplementedError
 
     def _guard_clipping(self) -> None:

@@ -19,8 +19,7 @@ from longshore.distributed import ranks
 from longshore.distributed.ranks import Ranks
 from longshore.errors import GradientError, LongshoreError, UsageError, invalid, warn
 from longshore.optim import guards
-from longshore.optim.connection import Connection
-from longshore.optim.state_dict import Stateful
+from longshore.optim.connection import Connected, Connection
 from longshore.transfer import device
 from longshore.transfer import params as _params
 from longshore.transfer.gradients import ENOUGH, Gradients, Group, Pusher
@@ -331,7 +330,7 @@ def _check(connection: Connection, param: Param, gradient: Tensor) -> None:
         )
 
 
-class Stepping(Stateful):
+class Stepping(Connected):
     """The part of an optimizer that makes steps."""
 
     _gradients: Gradients
