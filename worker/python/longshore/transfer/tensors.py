@@ -98,11 +98,6 @@ def can_await_all(tensors: Sequence[Tensor]) -> bool:
     return _KINDS.keys() >= set(map(type, tensors))
 
 
-def is_awaited(tensor: Tensor) -> bool:
-    """Returns whether the tensor's elements are not read yet."""
-    return id(tensor) in _readers
-
-
 def begin(tensors: Sequence[Tensor], reader: Callable[[], None]) -> None:
     """Makes the tensors awaited: ``reader`` is called before the first use of their elements, and calls :func:`end`."""
     _keep_compilers_out()
