@@ -133,11 +133,11 @@ RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def pair(name: str, **arguments: int) -> tuple[nn.Module, nn.Module]:
-    """Returns two models of equal weights."""
+def pair(kind: str | Callable[..., Any], **arguments: Any) -> tuple[Any, Any]:
+    """Returns two models of equal weights, of a kind in :data:`MODELS` or of another one."""
+    kind = MODELS[kind] if isinstance(kind, str) else kind
     torch.manual_seed(0)
-    first = MODELS[name](**arguments)
-    second = MODELS[name](**arguments)
+    first, second = kind(**arguments), kind(**arguments)
     second.load_state_dict(first.state_dict())
     return first, second
 
@@ -148,6 +148,28 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, pass
         for number in range(passes):
             (model.loss(step * passes + number) / passes).backward()
         optimizer.step()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    train(model, optimizer, range(number, number + 1))
+
+
+def engine_of(model: nn.Module, **keys: Any) -> longshore.Engine:
+    """Returns an engine with AdamW and without clipping. ``keys`` are more of DeepSpeed's configuration."""
+    config = {"gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **keys}
+    made: longshore.Engine = longshore.initialize(model=model, config=config)[0]
+    return made
+
+
+def train_engine(engine: longshore.Engine, passes: range) -> list[float]:
+    """Makes these backward passes, and returns their losses."""
+    losses = []
+    for number in passes:
+        loss = engine.module.loss(number)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 class Recorded:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import distance, pair, train
+from models import distance, pair, step, train
 from safetensors.torch import load_file, save_file
-from test_from_torch import both, check_same_state, step, trained
+from test_from_torch import both, check_same_state, trained
 from torch import nn
 
 import longshore

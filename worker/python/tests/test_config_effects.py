@@ -9,26 +9,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import Said
-from models import Mlp, distance, pair, same_bits
+from models import Mlp, distance, engine_of, pair, same_bits, train_engine
 from torch import Tensor, nn
 from torch.nn import functional
 
 import longshore
 from longshore import errors
-
-BASE = {"gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-
-
-def engine_of(model: nn.Module, **keys: Any) -> longshore.Engine:
-    made: longshore.Engine = longshore.initialize(model=model, config={**BASE, **keys})[0]
-    return made
-
-
-def train(engine: longshore.Engine, passes: range) -> None:
-    for number in passes:
-        engine.backward(engine.module.loss(number))
-        engine.step()
-
 
 class Halves(nn.Module):
     """Two layers that compute in the type of their weights, and record the types they have seen."""
@@ -50,7 +36,7 @@ def inputs(number: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(("drops", "sizes"), [(None, [4, 4, 2]), (False, [4, 4, 2]), (True, [4, 4])])
 def test_dataloader_drop_last(drops: bool | None, sizes: list[int]) -> None:
-    config = {**BASE, "train_batch_size": 4, "dataloader_drop_last": drops}
+    config = {"optimizer": {"type": "AdamW"}, "gradient_clipping": 0, "train_batch_size": 4, "dataloader_drop_last": drops}
     loader = longshore.initialize(model=Mlp(), config=config, training_data=list(range(10)))[2]
     assert [len(batch) for batch in loader] == sizes
 
@@ -59,7 +45,7 @@ def test_managed_gradient_accumulation() -> None:
     """Without it the caller marks the end of a step by calling step()."""
     ours, theirs = pair("mlp")
     managed = engine_of(theirs, gradient_accumulation_steps=2)
-    train(managed, range(4))
+    train_engine(managed, range(4))
     engine = engine_of(ours, gradient_accumulation_steps=2, managed_gradient_accumulation=False)
     for step in (0, 1):
         for number in (2 * step, 2 * step + 1):
@@ -69,7 +55,7 @@ def test_managed_gradient_accumulation() -> None:
         assert engine.was_step_applied() and engine.global_steps == step + 1
     assert same_bits(ours, theirs)
     # A step of fewer backward passes.
-    train(engine, range(4, 5))
+    train_engine(engine, range(4, 5))
     assert engine.global_steps == engine.optimizer.flush() == 3 and managed.global_steps == 2
 
 
@@ -99,7 +85,7 @@ def test_communication_data_type(name: str) -> None:
     engine, plain = engine_of(ours, communication_data_type=name), engine_of(theirs)
     reports = []
     for each in (engine, plain):
-        train(each, range(2))
+        train_engine(each, range(2))
         each.optimizer.flush()
         reports.append(each.optimizer.last_report)
     assert 1.8 < reports[1].pushed_bytes / reports[0].pushed_bytes < 2.2

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Server
-from units import Deep, optimizer_of, pair, same, train, weight_bytes
+from models import pair
+from units import Deep, optimizer_of, same, train, weight_bytes
 
 import longshore
 

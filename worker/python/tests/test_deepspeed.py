@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import running
 from forked import Forked
-from models import distance, pair, same_bits
+from models import distance, pair, same_bits, train_engine
 from programs import arguments, run_ranks
 from safetensors.torch import load_file
 
@@ -33,14 +33,9 @@ CONFIG = {
 }
 
 
-def train(engine: longshore.Engine, model: torch.nn.Module, steps: range) -> list[float]:
-    losses = []
-    for micro_step in range(2 * steps.start, 2 * steps.stop):
-        loss = model.loss(micro_step)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+def train(engine: longshore.Engine, steps: range) -> list[float]:
+    """Makes steps of two backward passes each, and returns their losses."""
+    return train_engine(engine, range(2 * steps.start, 2 * steps.stop))
 
 
 def test_the_engine_trains_as_a_plain_loop_does(tmp_path: pathlib.Path) -> None:
@@ -78,14 +73,14 @@ def test_the_engine_goes_back_to_a_checkpoint(delay: int, tmp_path: pathlib.Path
     job = {"delay": delay, "warmup_steps": 1}
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
     engine, optimizer, _, _ = longshore.initialize(model=model, config={**CONFIG, "scheduler": scheduler, "longshore": job})
-    train(engine, model, range(3))
+    train(engine, range(3))
     engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
-    undisturbed = train(engine, model, range(3, 7))
+    undisturbed = train(engine, range(3, 7))
     with pytest.warns(UserWarning, match="goes back from version 7 to 3"):
         path, client = engine.load_checkpoint(tmp_path)
     assert path is not None and client == {"epoch": 3}
     assert (engine.global_steps, engine.global_samples, optimizer.version) == (3, 24, 3)
-    assert train(engine, model, range(3, 7)) == undisturbed
+    assert train(engine, range(3, 7)) == undisturbed
     with pytest.raises(errors.StateError, match="tag is global_step9, but must be one of those.*global_step3"):
         engine.load_checkpoint(tmp_path, tag="global_step9")
     with pytest.warns(UserWarning, match="there is no checkpoint in .*empty, so nothing was loaded"):
@@ -116,18 +111,18 @@ import torch; torch.set_num_threads(1)
 from test_deepspeed import *
 model, _ = pair("mlp")
 engine = longshore.initialize(model=model, config=CONFIG)[0]
-train(engine, model, range(3))
+train(engine, range(3))
 engine.save_checkpoint({str(tmp_path)!r})
-print(json.dumps(train(engine, model, range(3, 6))))
+print(json.dumps(train(engine, range(3, 6))))
 """
     other = Forked(code, stdout=subprocess.PIPE)
     said = other.communicate()[0]
     assert other.returncode == 0
     model, _ = pair("mlp")
     engine = longshore.initialize(model=model, config=CONFIG)[0]
-    train(engine, model, range(1))
+    train(engine, range(1))
     engine.load_checkpoint(tmp_path)
-    assert train(engine, model, range(3, 6)) == json.loads(said)
+    assert train(engine, range(3, 6)) == json.loads(said)
 
 
 def other_run(drive: pathlib.Path) -> tuple[longshore.Engine, torch.nn.Module]:
@@ -142,18 +137,18 @@ def test_a_tag_that_is_saved_again_has_the_last_run_that_saved_it(tmp_path: path
     """Runs from one checkpoint share a job name, and may give checkpoints of one version the same name."""
     saved, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
     first, first_model = other_run(tmp_path)
-    train(first, first_model, range(1))
+    train(first, range(1))
     first.save_checkpoint(saved, tag="one")
-    train(first, first_model, range(1, 2))
+    train(first, range(1, 2))
     for folder in (saved, elsewhere):
         first.save_checkpoint(folder, tag="best")
 
     second, model = other_run(tmp_path)
     second.load_checkpoint(saved, tag="one")
-    train(second, model, range(7, 8))
+    train(second, range(7, 8))
     assert second.optimizer.version == 2 and not same_bits(model, first_model)
     second.save_checkpoint(saved, tag="best")
-    undisturbed = train(second, model, range(8, 11))
+    undisturbed = train(second, range(8, 11))
 
     # An interrupted save leaves the previous one unchanged.
     with monkeypatch.context() as patch:
@@ -163,7 +158,7 @@ def test_a_tag_that_is_saved_again_has_the_last_run_that_saved_it(tmp_path: path
     third, other = other_run(tmp_path)
     third.load_checkpoint(saved)
     assert (third.optimizer.version, third.global_steps) == (2, 2)
-    assert train(third, other, range(8, 11)) == undisturbed
+    assert train(third, range(8, 11)) == undisturbed
 
     # The other run's checkpoint, with the name and version of this run's own.
     third.load_checkpoint(saved, tag="best")
@@ -179,9 +174,9 @@ def test_an_engine_goes_on_from_a_universal_checkpoint(tmp_path: pathlib.Path) -
     config = {**CONFIG, "scheduler": scheduler}
     model, other = pair("mlp")
     engine, optimizer, _, lr_scheduler = longshore.initialize(model=model, config=config)
-    train(engine, model, range(3))
+    train(engine, range(3))
     tag = checkpoint.save_deepspeed(optimizer, tmp_path, lr_scheduler=lr_scheduler)
-    undisturbed = train(engine, model, range(3, 6))
+    undisturbed = train(engine, range(3, 6))
     states = tmp_path / tag / "mp_rank_00_model_states.pt"
     torch.save({**torch.load(states, weights_only=True), "epoch": 7}, states)
 
@@ -192,7 +187,7 @@ def test_an_engine_goes_on_from_a_universal_checkpoint(tmp_path: pathlib.Path) -
     path, client = again.load_checkpoint(tmp_path)
     assert path == str(states) and client == {"epoch": 7}
     assert (again.global_steps, again.micro_steps) == (3, 6)
-    assert train(again, other, range(3, 6)) == undisturbed
+    assert train(again, range(3, 6)) == undisturbed
     assert same_bits(model, other)
     with pytest.raises(errors.StateError, match="job"):
         again.load_checkpoint(tmp_path)
@@ -213,11 +208,11 @@ rank = torch.distributed.get_rank()
 model, _ = pair("mlp")
 config = {{**CONFIG, "train_batch_size": 16, "longshore": {{"servers": {servers!r}, "job": "ranks"}}}}
 engine = longshore.initialize(model=model, config=config)[0]
-train(engine, model, range(2))
+train(engine, range(2))
 engine.save_checkpoint({folder!r})
-undisturbed = train(engine, model, range(2, 5))
+undisturbed = train(engine, range(2, 5))
 engine.load_checkpoint({folder!r})
-assert train(engine, model, range(2, 5)) == undisturbed
+assert train(engine, range(2, 5)) == undisturbed
 if rank == 0:
     print(json.dumps(undisturbed))
 torch.distributed.destroy_process_group()
@@ -233,7 +228,7 @@ def test_two_ranks_go_back_and_go_on_as_one(tmp_path: pathlib.Path) -> None:
         alone = longshore.initialize(model=model, config={**CONFIG, "longshore": {"servers": servers, "job": "ranks"}})[0]
         alone.load_checkpoint(tmp_path / "engine")
         assert (alone.global_steps, alone.optimizer.version) == (2, 2)
-        assert train(alone, model, range(2, 5)) == json.loads(said[0])
+        assert train(alone, range(2, 5)) == json.loads(said[0])
         alone.destroy()  # its destroy would wait a minute for a server that has ended
 
 
@@ -287,10 +282,10 @@ def test_stage_2_with_offloading_runs(device: str, tmp_path: pathlib.Path) -> No
     model, other = pair("mlp")
     with pytest.warns(UserWarning, match=r"without effect here: .*offload_optimizer\.fast_init"):
         engine, _, _, _ = longshore.initialize(model=model, config=config)
-    train(engine, model, range(3))
+    train(engine, range(3))
     # The tier changes no bit.
     reference = longshore.initialize(model=other, config=CONFIG)[0]
-    train(reference, other, range(3))
+    train(reference, range(3))
     assert same_bits(model, other)
     assert bool([*tmp_path.rglob("*")]) is (device == "nvme")
 

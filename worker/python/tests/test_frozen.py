@@ -62,15 +62,6 @@ def test_a_new_process_gets_the_base_too_also_from_a_checkpoint(tmp_path: pathli
         assert all(torch.equal(found, kept[name]) for name, found in back.weights().items())
 
 
-def test_what_is_thawed_later_is_named() -> None:
-    model = Adapted()
-    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, frozen="keep")
-    train(model, optimizer, range(2))
-    model[1].base.weight.requires_grad_(True)
-    with pytest.raises(errors.UsageError, match=r"1\.base\.weight.*frozen, as when the job was opened.*new optimizer"):
-        train(model, optimizer, range(2, 3))
-
-
 def test_a_base_that_the_job_rounds_is_read_before_the_first_forward() -> None:
     options = {"lr": 1e-2, "frozen": "keep", "streaming": True, "image_dtype": "bf16"}
     late, early = Adapted(), Adapted()

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from gpu import DEVICE, LATE, Gpu, InOrder, OnGpu, needs_a_gpu, on
-from models import distance
+from models import distance, pair
 from torch import Tensor
-from units import pair
 
 import longshore
 

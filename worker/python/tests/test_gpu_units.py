@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from gpu import DEVICE, LATE, Gpu, OnGpu, needs_a_gpu, on
+from models import pair
 from test_stage_3 import config, counting, llama, stage_2
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from units import Accountant, optimizer_of, pair, same, train, weight_bytes
+from units import Accountant, optimizer_of, same, train, weight_bytes
 
 import longshore
 

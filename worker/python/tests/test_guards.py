@@ -14,7 +14,7 @@ import pytest
 import torch
 import trainer as example
 import transformers
-from models import Mlp, distance, pair, same_bits, train
+from models import Mlp, distance, engine_of, pair, same_bits, step, train, train_engine
 from programs import arguments
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
@@ -37,10 +37,6 @@ MODES: dict[str, dict[str, Any]] = {
     "drop": {"written_weights": "drop"},
 }
 NAMED = r"^layers\.5\.weight is out of the model.*layers\.5\.weight, fp32 \[4, 32\].*build the optimizer, engine or Trainer after that"
-
-
-def step(model: nn.Module, optimizer: longshore.AdamW, number: int) -> None:
-    train(model, optimizer, range(number, number + 1))
 
 
 def load_state_dict(model: nn.Module) -> None:
@@ -223,7 +219,7 @@ def test_edited_param_groups_are_honoured_or_refused_by_name(edit: str, streamin
 @pytest.mark.parametrize("stage", [0, 2])
 def test_an_engine_refuses_weights_that_come_after_it(stage: int) -> None:
     model, other = pair("mlp")
-    engine = engine_of(model, {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": stage}})
+    engine = engine_of(model, zero_optimization={"stage": stage})
     nn.init.normal_(other.layers[3].weight)
     engine.module.load_state_dict(other.state_dict())
     with pytest.raises(errors.UsageError, match=r"layers\.3\.weight is another in the model.*before the optimizer or engine opens its job"):
@@ -262,30 +258,10 @@ def replace(model: nn.Module) -> None:
     model.layers[5] = nn.Linear(32, 4)
 
 
-def steps(model: nn.Module, step: Callable[[Any], None], number: int) -> None:
-    for count in range(number):
-        step(model.loss(count))
-
-
-def engine_of(model: nn.Module, config: dict[str, Any], **given: Any) -> longshore.Engine:
-    made: longshore.Engine = longshore.initialize(
-        model=model, config={"gradient_clipping": 0, "optimizer": {"type": "AdamW"}, **config}, **given
-    )[0]
-    return made
-
-
-def stepping(engine: longshore.Engine) -> Callable[[Any], None]:
-    def step(loss: Any) -> None:
-        engine.backward(loss)
-        engine.step()
-
-    return step
-
-
 def test_an_engine_refuses_a_layer_that_was_replaced(tmp_path: pathlib.Path) -> None:
     model, _ = pair("mlp")
-    engine = engine_of(model, {})
-    steps(model, stepping(engine), 2)
+    engine = engine_of(model)
+    train_engine(engine, range(2))
     old = model.layers[5]
     replace(model)
     with pytest.raises(errors.UsageError, match=NAMED):
@@ -295,7 +271,7 @@ def test_an_engine_refuses_a_layer_that_was_replaced(tmp_path: pathlib.Path) -> 
     assert engine.optimizer.version == 2 and not any(tmp_path.iterdir())
     model.layers[5] = old
     engine.zero_grad()
-    steps(model, stepping(engine), 1)
+    train_engine(engine, range(1))
     assert engine.optimizer.version == 3
 
 
@@ -354,17 +330,17 @@ def test_what_moves_or_goes_is_let_be() -> None:
     """Only the replacement of a parameter by another one is an error."""
     model, _ = pair("mlp")
     model.aside = nn.Linear(3, 3)
-    engine = engine_of(model, {})
-    steps(model, stepping(engine), 1)
+    engine = engine_of(model)
+    train_engine(engine, range(1))
     model.stack = nn.Sequential(*model.layers)  # the same modules at another place
     model.layers = model.stack
-    steps(model, stepping(engine), 1)
+    train_engine(engine, range(1))
     nn.utils.parametrize.register_parametrization(model.layers[0], "weight", nn.Identity())
-    steps(model, stepping(engine), 1)
+    train_engine(engine, range(1))
     del model.aside
-    steps(model, stepping(engine), 1)
+    train_engine(engine, range(1))
     model.more = nn.Linear(3, 3)  # belongs to some other optimizer
-    steps(model, stepping(engine), 1)
+    train_engine(engine, range(1))
     assert engine.optimizer.version == 5
     replace(model)
     with pytest.raises(errors.UsageError, match=NAMED):

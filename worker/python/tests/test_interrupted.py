@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Server
-from models import same_bits
+from models import engine_of, same_bits, train_engine
 from torch import nn
 
 import longshore
@@ -38,6 +38,9 @@ class Net(nn.Sequential):
         self.raises = False
         self[0].bias.register_post_accumulate_grad_hook(self._hook)
 
+    def loss(self, batch: int) -> torch.Tensor:
+        return self(inputs(batch)).square().mean()
+
     def _hook(self, _: torch.Tensor) -> None:
         if self.raises:
             raise KeyboardInterrupt
@@ -63,7 +66,7 @@ def after_backward(model: Net, optimizer: Any) -> None:
 def in_a_hook(model: Net, optimizer: Any) -> None:
     model.raises = True
     with pytest.raises(KeyboardInterrupt):
-        model(inputs(99)).square().mean().backward()
+        model.loss(99).backward()
     model.raises = False
 
 
@@ -71,7 +74,7 @@ def before_the_commit(model: Net, optimizer: Any) -> None:
     """A wrong rate is refused before anything leaves. An exception of the caller's own function comes between the gradients and their
     commit."""
     group = optimizer.param_groups[0]
-    model(inputs(3)).square().mean().backward()
+    model.loss(3).backward()
     for name in ("lr", "weight_decay", "dampening"):
         right, group[name] = group[name], float("inf")
         with pytest.raises(errors.InvalidError, match=name.split("_")[0]):
@@ -104,7 +107,7 @@ def trained(disturb: Disturb, kind: Any = longshore.AdamW, **options: Any) -> Ne
             optimizer.flush()
             disturb(model, optimizer)
         optimizer.zero_grad()
-        model(inputs(batch)).square().mean().backward()
+        model.loss(batch).backward()
         optimizer.step()
     assert optimizer.flush() == 6
     return model
@@ -163,7 +166,7 @@ def test_a_step_is_given_up_between_forward_and_backward(options: dict[str, Any]
         for batch in range(6):
             if batch in (2, 4) and is_left_out:
                 model[0](inputs(99)).sum().backward()
-            loss = model[0](inputs(batch)).square().mean() + (model[1](inputs(batch)).sum() if batch % 2 else 0.0)
+            loss = model[0].loss(batch) + (model[1](inputs(batch)).sum() if batch % 2 else 0.0)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -176,7 +179,7 @@ def test_a_flush_between_forward_and_backward_leaves_used_weights() -> None:
     model = nn.ModuleList([Net(), nn.Linear(8, 40_000)])  # the second is in a chunk of its own, and still awaited
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
     for batch in range(4):
-        loss = model[0](inputs(batch)).square().mean()
+        loss = model[0].loss(batch)
         assert optimizer.flush() == batch
         loss.backward()
         optimizer.step()
@@ -185,7 +188,7 @@ def test_a_flush_between_forward_and_backward_leaves_used_weights() -> None:
 def test_flush_leaves_a_whole_backward_pass_to_its_step() -> None:
     model = Net()
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
-    model(inputs(0)).square().mean().backward()
+    model.loss(0).backward()
     optimizer.flush()
     optimizer.step()
     assert optimizer.flush() == 1
@@ -213,7 +216,7 @@ def test_a_job_that_is_joined_again_has_the_parameters_that_it_was_opened_with(g
                 in_backward(model, optimizer)
                 model[0].requires_grad_(False)
                 give_up(optimizer)
-            model(inputs(batch)).square().mean().backward()
+            model.loss(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert optimizer.flush() == 8
@@ -224,7 +227,7 @@ def test_a_job_that_is_joined_again_has_the_parameters_that_it_was_opened_with(g
 def test_close_may_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
-    model(inputs(0)).square().mean().backward()
+    model.loss(0).backward()
     optimizer.step()
     with monkeypatch.context() as patch:
         patch.setattr(Weights, "settle", interrupted)
@@ -237,20 +240,8 @@ def test_close_may_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.flush()
 
 
-def engine_of(model: Net, accumulate: int) -> longshore.Engine:
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    }
-    return longshore.initialize(model=model, config=config)[0]
-
-
-def train(engine: longshore.Engine, passes: range) -> None:
-    for batch in passes:
-        engine.backward(engine(inputs(batch)).square().mean())
-        engine.step()
+def engines(accumulate: int) -> list[longshore.Engine]:
+    return [engine_of(Net(), gradient_accumulation_steps=accumulate, gradient_clipping=1.0) for _ in range(2)]
 
 
 def counts(engine: longshore.Engine) -> tuple[int, int]:
@@ -261,8 +252,8 @@ def counts(engine: longshore.Engine) -> tuple[int, int]:
 @pytest.mark.parametrize(("accumulate", "before"), [(1, 2), (2, 4), (2, 5)])
 def test_an_engine_gives_an_interrupted_step_up(accumulate: int, before: int, scales: bool) -> None:
     """The loop continues with that step's passes, as if nothing had happened."""
-    engine, undisturbed = engine_of(Net(), accumulate), engine_of(Net(), accumulate)
-    train(engine, range(before))
+    engine, undisturbed = engines(accumulate)
+    train_engine(engine, range(before))
     loss = engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum()
     with pytest.raises(KeyboardInterrupt):
         engine.scale(loss).backward() if scales else engine.backward(loss)
@@ -274,8 +265,8 @@ def test_an_engine_gives_an_interrupted_step_up(accumulate: int, before: int, sc
         with pytest.raises(errors.UsageError, match=r"interrupted.*engine\.zero_grad\(\)"):
             engine.step()
     engine.zero_grad()
-    train(engine, range(before - before % accumulate, 8))
-    train(undisturbed, range(8))
+    train_engine(engine, range(before - before % accumulate, 8))
+    train_engine(undisturbed, range(8))
     for one in (engine, undisturbed):
         assert counts(one) == (8 // accumulate, 8)
         one.optimizer.flush()
@@ -284,28 +275,28 @@ def test_an_engine_gives_an_interrupted_step_up(accumulate: int, before: int, sc
 
 @pytest.mark.parametrize("by_the_optimizer", [False, True])
 def test_an_engine_warns_where_whole_passes_are_given_up(by_the_optimizer: bool) -> None:
-    engine, other = engine_of(Net(), 2), engine_of(Net(), 2)
-    train(engine, range(1))
+    engine, other = engines(2)
+    train_engine(engine, range(1))
     with pytest.warns(UserWarning, match="gives up 1 of the 2 backward passes"):
         # The engine notices an interrupted step of the optimizer in the next pass.
         (engine.optimizer if by_the_optimizer else engine).zero_grad()
-        train(engine, range(2))
+        train_engine(engine, range(2))
     assert counts(engine) == (1, 2)
-    train(other, range(2))
+    train_engine(other, range(2))
     assert same_bits(engine.module, other.module)
 
 
 def test_an_engine_that_loads_begins_a_step(tmp_path: pathlib.Path) -> None:
-    engine, other = engine_of(Net(), 2), engine_of(Net(), 2)
-    train(engine, range(4))
+    engine, other = engines(2)
+    train_engine(engine, range(4))
     engine.save_checkpoint(tmp_path)
-    train(engine, range(5, 6))
+    train_engine(engine, range(5, 6))
     with pytest.raises(KeyboardInterrupt):
         engine.backward(engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum())
     engine.load_checkpoint(tmp_path)
     assert counts(engine) == (2, 4)
-    train(engine, range(4, 8))
-    train(other, range(8))
+    train_engine(engine, range(4, 8))
+    train_engine(other, range(8))
     for one in (engine, other):
         assert counts(one) == (4, 8)
         one.optimizer.flush()
@@ -318,7 +309,7 @@ def test_a_job_that_could_not_be_given_up_is_given_up_again(tmp_path: pathlib.Pa
         options = {"servers": server.address, "job": "given-up", "tier": "nvme", "deadline": 2.0}
         model = Net()
         optimizer = longshore.AdamW(model.named_parameters(), **options)
-        model(inputs(0)).square().mean().backward()
+        model.loss(0).backward()
         optimizer.step()
         optimizer.flush()
         server.kill()

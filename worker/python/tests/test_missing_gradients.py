@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Server
-from models import RULES, distance, same_bits, train
+from models import RULES, distance, pair, same_bits, train
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -40,18 +40,11 @@ class Experts(nn.Module):
         return functional.cross_entropy(self.head(hidden), inputs[:, :4].argmax(1))
 
 
-def pair(width: int = 16) -> tuple[Experts, Experts]:
-    torch.manual_seed(0)
-    first, second = Experts(width), Experts(width)
-    second.load_state_dict(first.state_dict())
-    return first, second
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_parameter_without_a_gradient_is_left_out(streaming: bool) -> None:
     """Other rules are in the table of step counts below."""
     kind, reference, arguments = RULES["momentum"]
-    ours, theirs = pair()
+    ours, theirs = pair(Experts)
     never = ours.experts[-1].bias.detach().clone()
     train(ours, kind(ours.named_parameters(), streaming=streaming, **arguments), range(STEPS))
     train(theirs, reference(theirs.parameters(), **arguments), range(STEPS))
@@ -61,7 +54,7 @@ def test_a_parameter_without_a_gradient_is_left_out(streaming: bool) -> None:
 
 @pytest.mark.parametrize("where", ["servers", "worker"])
 def test_a_gradient_of_any_backward_pass_counts(where: str) -> None:
-    ours, theirs = pair()
+    ours, theirs = pair(Experts)
     optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3, streaming=True, accumulate=3, accumulate_on=where)
     train(ours, optimizer, range(STEPS), passes=3)
     train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-3), range(STEPS), passes=3)
@@ -69,7 +62,7 @@ def test_a_gradient_of_any_backward_pass_counts(where: str) -> None:
 
 
 def test_safe_and_streaming_mode_have_the_same_bits_also_with_a_delay() -> None:
-    models = pair()
+    models = pair(Experts)
     for model, streaming in zip(models, (False, True), strict=True):
         options = {"streaming": streaming, "delay": 1, "warmup_steps": 10, "max_grad_norm": 0.5}
         optimizer = longshore.AdamW(model.named_parameters(), lr=1e-3, **options)
@@ -79,7 +72,7 @@ def test_safe_and_streaming_mode_have_the_same_bits_also_with_a_delay() -> None:
 
 
 def test_the_servers_norm_is_that_of_the_gradients_there_are() -> None:
-    ours, theirs = pair()
+    ours, theirs = pair(Experts)
     optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3, max_grad_norm=0.5)
     for step in range(20):
         theirs.load_state_dict(ours.state_dict())
@@ -133,7 +126,7 @@ def test_a_refused_step_can_be_given_up_or_completed(delay: int, accumulate: int
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_two_ranks_leave_out_what_neither_has(two_servers: str, streaming: bool) -> None:
-    ranks = pair(128)  # an expert lies on both servers
+    ranks = pair(Experts, width=128)  # an expert lies on both servers
     options = {"lr": 1e-3, "servers": two_servers, "job": "union", "streaming": streaming, "world_size": 2}
     optimizers = [longshore.AdamW(model.named_parameters(), rank=rank, **options) for rank, model in enumerate(ranks)]
     for optimizer in optimizers:
@@ -150,7 +143,7 @@ def test_two_ranks_leave_out_what_neither_has(two_servers: str, streaming: bool)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(act, (0, 1)))
     assert same_bits(*ranks)
-    reference, _ = pair(128)
+    reference, _ = pair(Experts, width=128)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -172,7 +165,7 @@ def tmpfs() -> Iterator[str]:
 
 @pytest.mark.parametrize("tier", ["shm", "nvme"])
 def test_counts_survive_a_killed_server_and_a_new_process(tier: str, tmpfs: str, tmp_path: pathlib.Path) -> None:
-    model, undisturbed = pair()
+    model, undisturbed = pair(Experts)
     with Server(*{"shm": ("--shm-dir", tmpfs), "nvme": ("--state-dir", str(tmp_path))}[tier]) as server:
         options = {"lr": 1e-3, "servers": server.address, "job": "counts", "tier": tier, "streaming": True}
         optimizer = longshore.AdamW(model.named_parameters(), **options)
@@ -197,7 +190,7 @@ def test_counts_survive_a_killed_server_and_a_new_process(tier: str, tmpfs: str,
 def test_step_counts_of_torch_come_and_go_by_parameter(rule: str, streaming: bool) -> None:
     """A run that moves to Longshore and back equals the run that stays with torch."""
     kind, reference, arguments = RULES[rule]
-    ours, theirs = pair()
+    ours, theirs = pair(Experts)
     if rule != "adagrad":
         for model in (ours, theirs):
             model.experts[-1].bias.requires_grad_(False)  # torch has no state for a parameter that never got a gradient

@@ -1,13 +1,14 @@
 """A model in units has the bits of a whole model, and its weights and gradients stay within the budget."""
 
+import re
 import threading
 from typing import Any
 
 import pytest
 import torch
-from models import MODELS, Transformer
+from models import MODELS, Transformer, pair
 from torch import nn
-from units import TRANSPORTS, Accountant, Deep, optimizer_of, pair, same, train, weight_bytes
+from units import TRANSPORTS, Accountant, Deep, check_in_units, in_units, optimizer_of, same, train, weight_bytes
 
 import longshore
 from longshore import errors
@@ -39,16 +40,8 @@ def test_an_eighth_of_the_weights_is_enough(kind: type[nn.Module], units: int, o
 @pytest.mark.parametrize("delay", [0, 1])
 def test_micro_steps_fetch_the_same_version(accumulate_on: str, delay: int) -> None:
     whole, cut = pair(Deep)
-    options = {"accumulate": 3, "accumulate_on": accumulate_on, "delay": delay, "warmup_steps": 1}
-    plain = optimizer_of(whole, **options)
-    train(whole, plain, micro_steps=3)
-    accountant = Accountant(cut)
-    optimizer = optimizer_of(cut, **options)
-    longshore.shard(cut, optimizer, budget := weight_bytes(cut) // 8)
-    with accountant:
-        train(cut, optimizer, micro_steps=3)
-    accountant.check(budget)
-    assert plain.flush() == optimizer.flush()
+    check_in_units(whole, cut, micro_steps=3, accumulate=3, accumulate_on=accumulate_on, delay=delay, warmup_steps=1)
+    assert whole.optimizer.flush() == cut.optimizer.flush()
     same(whole, cut)
 
 
@@ -113,8 +106,7 @@ def test_over_sockets_from_two_servers(two_servers: str) -> None:
     whole, cut = pair(Deep, width=80)
     train(whole, optimizer_of(whole))
     before = set(threading.enumerate())
-    optimizer = optimizer_of(cut, servers=two_servers, job="units", transport="tcp")
-    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
+    optimizer, _ = in_units(cut, servers=two_servers, job="units", transport="tcp")
     train(cut, optimizer)
     same(whole, cut)
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("longshore-fetch")} - before
@@ -130,19 +122,11 @@ def test_over_sockets_from_two_servers(two_servers: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_budget_that_holds_one_unit_and_its_gradients(name: str) -> None:
-    whole, cut = pair(MODELS[name])
-    train(whole, optimizer_of(whole))
-    accountant = Accountant(cut)
-    optimizer = optimizer_of(cut)
+    whole, cut = pair(name)
     with pytest.raises(errors.InvalidError, match="budget is .* bytes for units, but must be at least") as refused:
-        longshore.shard(cut, optimizer, 1)
-    assert "raise the budget by" in str(refused.value)
-    budget = int(str(refused.value).split("raise the budget by ")[1].split()[0]) + 1
-    longshore.shard(cut, optimizer, budget)
-    with accountant:
-        train(cut, optimizer)
-    accountant.check(budget)
-    same(whole, cut)
+        longshore.shard(cut, optimizer_of(cut), 1)
+    least = int(re.search(r"raise the budget by (\d+)", str(refused.value))[1]) + 1
+    check_in_units(whole, cut, budget=least)
 
 
 def test_what_the_budget_holds_stays() -> None:

@@ -26,11 +26,16 @@ def deep(**options: object) -> tuple[Deep, longshore.AdamW, int]:
     return model, optimizer_of(model, **options), weight_bytes(model)
 
 
+def cut(part: int, **options: object) -> tuple[Deep, longshore.AdamW, longshore.Sharded]:
+    """Returns a model in units, with this part of its weights resident, a half for 2."""
+    model, optimizer, size = deep(**options)
+    return model, optimizer, longshore.shard(model, optimizer, size // part)
+
+
 def test_a_model_is_in_units_once() -> None:
-    model, optimizer, size = deep()
-    longshore.shard(model, optimizer, size)
+    model, optimizer, _ = cut(1)
     with pytest.raises(errors.UsageError, match=r"layers\.0\.weight is in unit layers\.0 already.*call shard\(\) once"):
-        longshore.shard(model, optimizer, size)
+        longshore.shard(model, optimizer, weight_bytes(model))
     with pytest.raises(errors.UsageError, match="the model is in units: build its optimizer"):
         longshore.AdamW(model.named_parameters()).open()
 
@@ -82,8 +87,7 @@ def test_budgets_that_cannot_be() -> None:
 
 
 def test_writes_that_would_be_lost() -> None:
-    model, optimizer, size = deep()
-    longshore.shard(model, optimizer, size // 2)
+    model, optimizer, _ = cut(2)
     weight = model.layers[2].weight
     with torch.no_grad(), pytest.raises(errors.UsageError, match=r"layers\.2\.weight of unit layers\.2 was changed in place"):
         weight.zero_()
@@ -109,8 +113,7 @@ def test_a_frozen_weight_may_be_written() -> None:
 
 
 def test_a_model_that_has_changed() -> None:
-    model, optimizer, size = deep()
-    longshore.shard(model, optimizer, size // 2)
+    model, optimizer, _ = cut(2)
     train(model, optimizer, steps=1)
     model.layers[5].bias = nn.Parameter(torch.zeros(48, dtype=torch.bfloat16))
     with pytest.raises(errors.LongshoreError, match=r"layers\.5\.bias is out of the model, which has another parameter in its place"):
@@ -118,8 +121,7 @@ def test_a_model_that_has_changed() -> None:
 
 
 def test_backward_after_the_step() -> None:
-    model, optimizer, size = deep()
-    longshore.shard(model, optimizer, size // 2)
+    model, optimizer, _ = cut(2)
     late = model.loss(5)
     train(model, optimizer, steps=1)
     with pytest.raises(errors.UsageError, match=r"backward needs layers\.\d\.weight .* before the last step.*before step\(\)"):
@@ -128,8 +130,7 @@ def test_backward_after_the_step() -> None:
 
 def test_weights_of_a_delayed_step_after_its_gradients() -> None:
     """As soon as servers have a step's gradients, the next weights overwrite those of the step before last."""
-    model, optimizer, size = deep(delay=1, warmup_steps=0)
-    longshore.shard(model, optimizer, size // 2)
+    model, optimizer, _ = cut(2, delay=1, warmup_steps=0)
     train(model, optimizer, steps=2)
     model.loss(2).backward()
     with pytest.raises(errors.UsageError, match=r"is used after its gradient has left.*call step\(\) of the"), torch.no_grad():
@@ -150,8 +151,7 @@ def test_two_units_at_a_time_need_room_for_two() -> None:
 
 def test_a_fetch_that_fails_leaves_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a timeout or Ctrl-C during a fetch, the next use fetches the missing weights again."""
-    model, optimizer, size = deep()
-    sharded = longshore.shard(model, optimizer, size // 2)
+    model, optimizer, sharded = cut(2)
     before = model.layers[2].weight.tolist()
     sharded.release()
     fetched = sharded.fetched_bytes
@@ -164,8 +164,7 @@ def test_a_fetch_that_fails_leaves_nothing_here(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_backward_that_raises_keeps_nothing_here() -> None:
-    model, optimizer, size = deep()
-    sharded = longshore.shard(model, optimizer, size)
+    model, optimizer, sharded = cut(1)
     hidden = model.layers[0](model.inputs(0))
 
     def fails(gradient: torch.Tensor) -> None:
@@ -232,8 +231,7 @@ def test_ctrl_c_in_a_forward_keeps_no_unit_here(how: str) -> None:
 
 
 def test_hooks_of_others_stay_where_ctrl_c_has_left_ours() -> None:
-    model, optimizer, size = deep()
-    longshore.shard(model, optimizer, size)
+    model, optimizer, _ = cut(1)
     model.layers[2].register_forward_pre_hook(_interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.loss(0)
@@ -317,8 +315,7 @@ def _interrupted(*_: object) -> None:
 
 
 def test_several_writes_that_would_be_lost_leave_nothing_pinned() -> None:
-    model, optimizer, size = deep()
-    sharded = longshore.shard(model, optimizer, size)
+    model, optimizer, sharded = cut(1)
     layer = model.layers[2]
     with pytest.raises(errors.UsageError, match=r"layers\.2\.weight of unit layers\.2 was changed in place"), torch.no_grad():
         with longshore.GatheredParameters(layer.parameters()):
@@ -337,8 +334,7 @@ def test_several_writes_that_would_be_lost_leave_nothing_pinned() -> None:
 
 
 def test_a_prefetch_that_fails_and_that_nobody_needs() -> None:
-    model, optimizer, size = deep()
-    sharded = longshore.shard(model, optimizer, size)
+    model, optimizer, sharded = cut(1)
     home = model.layers[2].weight._longshore_home
     unit = home.units[2]
     fetch = home._begin_fetch(unit.members, ahead=False)

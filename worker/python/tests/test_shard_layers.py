@@ -2,11 +2,12 @@
 
 import pathlib
 
+from models import pair
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from units import Accountant, Deep, optimizer_of, pair, same, train, weight_bytes
+from units import Deep, check_in_units, in_units, optimizer_of, same, train, weight_bytes
 
 import longshore
 from longshore import errors
@@ -38,14 +39,7 @@ def test_a_layer_larger_than_the_budget() -> None:
     assert cut.state_dict().keys() == untiled.keys()
     assert all(torch.equal(value, untiled[name]) for name, value in cut.state_dict().items())
     torch.testing.assert_close(cut.loss(0), plain.loss(0))
-    train(whole, optimizer_of(whole))
-    accountant = Accountant(cut)
-    optimizer = optimizer_of(cut)
-    longshore.shard(cut, optimizer, budget)
-    with accountant:
-        train(cut, optimizer)
-    accountant.check(budget)
-    same(whole, cut)
+    check_in_units(whole, cut, budget=budget)
     plain.load_state_dict(cut.state_dict())
     whole.load_state_dict(plain.state_dict())
     assert all(torch.equal(value, cut.state_dict()[name]) for name, value in whole.state_dict().items())
@@ -65,8 +59,7 @@ def test_layers_that_cannot_be_tiled() -> None:
 def test_parameters_that_are_gathered() -> None:
     whole, cut = pair(Deep, depth=8)
     cut.layers[6].requires_grad_(False)
-    optimizer = optimizer_of(cut)
-    sharded = longshore.shard(cut, optimizer, weight_bytes(cut) // 2)
+    optimizer, sharded = in_units(cut, 2)
     layers = cut.layers[1], cut.layers[2]
     with longshore.GatheredParameters([layers[0].weight, layers[1].weight]):
         assert type(layers[0].weight) is nn.Parameter

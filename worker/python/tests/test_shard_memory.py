@@ -4,7 +4,8 @@ import threading
 
 import pytest
 from conftest import Server, several
-from units import Deep, check_in_units, optimizer_of, pair, same, train, weight_bytes
+from models import pair
+from units import Deep, check_in_units, in_units, optimizer_of, same, train, weight_bytes
 
 import longshore
 from longshore import errors
@@ -56,8 +57,7 @@ def test_a_process_that_joins_does_not_hold_the_model_either(servers: str) -> No
 
 def test_gradients_leave_while_units_are_awaited(server: Server) -> None:
     _, cut = pair(Deep)
-    optimizer = optimizer_of(cut, servers=server.address, job="pushes", transport="tcp", deadline=300)
-    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
+    optimizer, _ = in_units(cut, servers=server.address, job="pushes", transport="tcp", deadline=300)
     train(cut, optimizer, steps=2)
     connection = optimizer._connection
     assert connection is not None

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from models import Graph, Transformer
+from models import Graph, Transformer, pair
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from units import Deep, Lora, check_in_units, optimizer_of, pair, same, train, weight_bytes
+from units import Deep, Lora, check_in_units, in_units, optimizer_of, same, train, weight_bytes
 
 import longshore
 from longshore.units.model import Order, Unit
@@ -306,8 +306,7 @@ def test_blocks_that_inductor_compiles(compiler: Any) -> None:
 
 def test_copies_and_files_are_whole() -> None:
     whole, cut = pair(Transformer, tied=True)
-    optimizer = optimizer_of(cut)
-    longshore.shard(cut, optimizer, weight_bytes(cut) // 6)
+    optimizer, _ = in_units(cut, 6)
     file = io.BytesIO()
     torch.save(cut.state_dict(), file)
     file.seek(0)
@@ -326,8 +325,7 @@ def test_copies_and_files_are_whole() -> None:
 def test_arrays_of_weights_have_memory_of_their_own() -> None:
     """Like a logged histogram. The array keeps its values, and the budget holds."""
     model = Deep(depth=4, dtype=torch.float32)
-    optimizer = optimizer_of(model)
-    home = longshore.shard(model, optimizer, weight_bytes(model) // 2)
+    optimizer, home = in_units(model, 2)
     for step in range(2):
         expected = [parameter.detach().clone() for parameter in model.parameters()]
         arrays = [make(parameter.detach()) for make in (Tensor.numpy, np.asarray, np.from_dlpack) for parameter in model.parameters()]
@@ -345,8 +343,7 @@ def test_an_array_that_a_forward_makes_keeps_its_memory() -> None:
     whole.dtype = cut.dtype = torch.float32
     arrays = []
     cut.layers[1].register_forward_hook(lambda layer, *_: arrays.append(layer.weight.detach().numpy()))
-    optimizer = optimizer_of(cut)
-    longshore.shard(cut, optimizer, weight_bytes(cut) // 2)
+    optimizer, _ = in_units(cut, 2)
     with pytest.warns(UserWarning, match=r"an array of NumPy has the memory of layers\.1\.weight.*\.clone\(\) before \.numpy\(\)"):
         train(cut, optimizer)
     train(whole, optimizer_of(whole))
@@ -384,8 +381,7 @@ def test_each_batch_of_an_evaluation_is_fetched_ahead() -> None:
 
 def test_a_backward_that_has_ended_holds_nothing() -> None:
     _, cut = pair(Deep)
-    optimizer = optimizer_of(cut)
-    sharded = longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
+    optimizer, sharded = in_units(cut)
     for _ in range(2):
         cut.loss(0).backward()
         assert sharded.resident

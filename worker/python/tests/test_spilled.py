@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from conftest import job_on
-from units import Deep, optimizer_of, pair, same, train, weight_bytes
+from models import pair
+from units import Deep, in_units, optimizer_of, same, train
 
 import longshore
 from longshore import errors
@@ -20,8 +21,7 @@ def test_what_spills_changes_no_bit(tmp_path: pathlib.Path) -> None:
         (tmp_path / spill).mkdir()
         with longshore.Server(state_dirs=tmp_path / spill, spill=spill) as server:
             train(whole, optimizer_of(whole))
-            optimizer = optimizer_of(spilled, servers=server, job="spilled", tier="nvme", shard_elements=SHARD)
-            longshore.shard(spilled, optimizer, weight_bytes(spilled) // 4)
+            optimizer, _ = in_units(spilled, 4, servers=server, job="spilled", tier="nvme", shard_elements=SHARD)
             train(spilled, optimizer)
             assert job_on(server.address)["spill"] == spill
             same(whole, spilled)

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import running
-from models import pair, same_bits
+from models import pair, same_bits, train_engine
 from programs import arguments, run_ranks
 from torch import nn
 from units import Accountant, Deep, same, weight_bytes
-from units import pair as pair_of
 
 import longshore
 from longshore import errors
@@ -43,28 +42,18 @@ def stage_2() -> dict[str, Any]:
     return {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
 
-def train(engine: longshore.Engine, steps: range) -> list[float]:
-    losses = []
-    for number in range(2 * steps.start, 2 * steps.stop):
-        loss = engine.module.loss(number)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.filterwarnings("ignore:without effect here")
 def test_an_engine_of_stage_3_has_the_bits_of_stage_2(tmp_path: pathlib.Path) -> None:
-    whole, cut = pair_of(Deep)
+    whole, cut = pair(Deep)
     reference = longshore.initialize(model=whole, config=stage_2())[0]
-    losses = train(reference, range(5))
+    losses = train_engine(reference, range(10))
     elements = weight_bytes(cut) // 2 // 8
     accountant = Accountant(cut)
     given = config(zero={"stage3_max_live_parameters": elements}, bf16={"enabled": True})
     engine, optimizer, _, _ = longshore.initialize(model=cut, config=given)
     assert engine.zero_optimization_stage() == 3 and optimizer.is_in_units
     with accountant:
-        assert train(engine, range(5)) == losses
+        assert train_engine(engine, range(10)) == losses
     accountant.check(2 * elements)
     same(whole, cut)
     engine.save_16bit_model(tmp_path)
@@ -82,14 +71,14 @@ def test_checkpoints_in_stage_3(tmp_path: pathlib.Path) -> None:
     with running("--checkpoint-dir", str(tmp_path / "servers")) as address:
         given = config(longshore={"servers": address, "job": "stage3", "budget": 9000})
         engine = longshore.initialize(model=cut, config=given)[0]
-        first = train(engine, range(3))
+        first = train_engine(engine, range(6))
         engine.save_checkpoint(tmp_path / "kept")
-        later = train(engine, range(3, 6))
+        later = train_engine(engine, range(6, 12))
         engine.load_checkpoint(tmp_path / "kept")
         assert engine.global_steps == 3
-        assert train(engine, range(3, 6)) == later
+        assert train_engine(engine, range(6, 12)) == later
         reference = longshore.initialize(model=frozen, config=stage_2())[0]
-        assert train(reference, range(6)) == first + later
+        assert train_engine(reference, range(12)) == first + later
         same(frozen, cut)
         engine.destroy()
 
@@ -266,7 +255,7 @@ def test_ranks_of_the_trainer_train_one_model_in_units(tmp_path: pathlib.Path, s
 
 @pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel])
 def test_a_model_in_units_is_not_wrapped(wrapper: Any, alone: None) -> None:
-    model, _ = pair_of(Deep, depth=4)
+    model, _ = pair(Deep, depth=4)
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
     longshore.shard(model, optimizer, budget=weight_bytes(model))
     with pytest.raises(errors.UsageError, match=f"{wrapper.__name__} cannot wrap a model in units"):

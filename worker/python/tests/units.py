@@ -15,14 +15,6 @@ STEPS = 5
 TRANSPORTS = "tcp", "memfd"
 
 
-def pair(kind: Any, **arguments: Any) -> tuple[nn.Module, nn.Module]:
-    """Returns two models of equal weights."""
-    torch.manual_seed(0)
-    first, second = kind(**arguments), kind(**arguments)
-    second.load_state_dict(first.state_dict())
-    return first, second
-
-
 def optimizer_of(model: nn.Module, **options: Any) -> longshore.AdamW:
     """Returns an optimizer that fetches weights ahead of their use, as over a network, unless another transport is named."""
     return longshore.AdamW(model.named_parameters(), **{"lr": 1e-2, "streaming": True, "transport": "tcp", **options})
@@ -34,6 +26,12 @@ def train(model: nn.Module, optimizer: longshore.AdamW, steps: int = STEPS, micr
             (model.loss(step * micro_steps + micro_step) / micro_steps).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def in_units(model: nn.Module, part: int = 8, **options: Any) -> tuple[longshore.AdamW, longshore.Sharded]:
+    """Returns an optimizer of a model, and the model in units with this part of its weights, a half for 2."""
+    optimizer = optimizer_of(model, **options)
+    return optimizer, longshore.shard(model, optimizer, weight_bytes(model) // part)
 
 
 class Deep(nn.Module):
@@ -129,17 +127,21 @@ def same(first: nn.Module, second: nn.Module) -> None:
     assert not differ, differ
 
 
-def check_in_units(whole: nn.Module, cut: nn.Module, share: float = 1 / 8, **options: Any) -> longshore.Sharded:
-    """Trains both, the second in units with a share of its weights. Checks that both then have the same weights, and that the share
-    sufficed."""
-    train(whole, optimizer_of(whole, **options))
+def check_in_units(
+    whole: nn.Module, cut: nn.Module, share: float = 1 / 8, *, budget: int | None = None, micro_steps: int = 1, **options: Any
+) -> longshore.Sharded:
+    """Trains both, the second in units within a budget: this share of its weights, unless it is given in bytes. Checks that both then have
+    the same weights, and that the budget sufficed."""
+    plain = optimizer_of(whole, **options)
+    train(whole, plain, micro_steps=micro_steps)
     accountant = Accountant(cut)
     optimizer = optimizer_of(cut, **options)
-    budget = int(weight_bytes(cut) * share)
+    budget = int(weight_bytes(cut) * share) if budget is None else budget
     sharded = longshore.shard(cut, optimizer, budget)
     with accountant:
-        train(cut, optimizer)
+        train(cut, optimizer, micro_steps=micro_steps)
     accountant.check(budget)
     same(whole, cut)
-    cut.optimizer = optimizer  # the source of the model's weights
+    # Weights come from the optimizers' jobs.
+    whole.optimizer, cut.optimizer = plain, optimizer
     return sharded
