@@ -35,7 +35,8 @@ class Progress:
         file: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        in_notebook = _in_notebook()
+        # A notebook's kernel, whose output handles a carriage return as a terminal does.
+        in_notebook = "ipykernel" in sys.modules
         self._optimizer = optimizer
         self._steps = steps
         self._file = file or (sys.stdout if in_notebook else sys.stderr)
@@ -98,11 +99,6 @@ class Progress:
         if self._steps and self._done < self._steps:
             parts.append(f"{_duration(elapsed_s / self._done * (self._steps - self._done))} left")
         return parts
-
-
-def _in_notebook() -> bool:
-    """Returns whether this is a notebook's kernel, whose output handles a carriage return as a terminal does."""
-    return "ipykernel" in sys.modules
 
 
 def _duration(seconds: float) -> str:

@@ -52,16 +52,11 @@ def mapped(path: Path, content: Callable[[], Any]) -> Any:
         return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
 
 
-def check_target(folder: Path) -> None:
-    """Refuses an existing target that is not an empty folder."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise invalid(str(folder), "there, and not empty", "a new or empty folder", "name another one, or empty it")
-
-
 @contextlib.contextmanager
 def draft(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder that takes its final name once everything in it is written and synced."""
-    check_target(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise invalid(str(folder), "there, and not empty", "a new or empty folder", "name another one, or empty it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=DRAFTS[:-1], dir=folder.parent))
     try:

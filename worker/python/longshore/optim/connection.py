@@ -138,26 +138,29 @@ class Step:
         self.version, self.state = version, State.GIVEN_UP
 
 
-def reducing_ranks(options: Options, params: list[Param], is_sharded: bool) -> Ranks:
-    """Returns the ranks with which this one reduces or gathers.
+def _ranks(options: Options, params: list[Param]) -> Ranks | None:
+    """Returns the ranks with which this one reduces or gathers; None if each rank sends its gradients for the servers to sum.
 
     Raises:
         UsageError: without a process group.
         InvalidError: if the process group differs from the options' world, or if a parameter cannot be trained so.
     """
+    sharded = any(is_sharded(param.tensor) for param in params)
+    if not sharded and (options.place()[1] == 1 or options.partition is None):
+        return None
     place = agree.place()
     collectives.begin()
     with collectives.telling():
-        return _ranks_of_way(options, params, is_sharded, place)
+        return _ranks_of_way(options, params, sharded, place)
 
 
-def _ranks_of_way(options: Options, params: list[Param], is_sharded: bool, place: tuple[int, int]) -> Ranks:
+def _ranks_of_way(options: Options, params: list[Param], sharded: bool, place: tuple[int, int]) -> Ranks:
     rank, world_size = place
     if options.place() != (rank, world_size):
         given = "rank {} of {}".format(*options.place())
         limit = f"rank {rank} of {world_size}, as torch.distributed has it"
         raise invalid("rank and world_size", given, limit, "leave both out, and RANK and WORLD_SIZE to torchrun")
-    if is_sharded:
+    if sharded:
         if options.partition is not None:
             limit = "None with parameters that are DTensors"
             raise invalid("partition", repr(options.partition), limit, "leave it out: they are partitions already")
@@ -172,15 +175,6 @@ def _ranks_of_way(options: Options, params: list[Param], is_sharded: bool, place
             "it has reduced the gradients already: pass partition='all-reduced', or leave the model unwrapped",
         )
     return Scattered(params, torch.float32 if options.reduce_dtype == "fp32" else None)
-
-
-def _ranks(options: Options, params: list[Param]) -> "Ranks | None":
-    """Returns the reducing ranks; None if each rank sends its gradients for the servers to sum."""
-    sharded = any(is_sharded(param.tensor) for param in params)
-    if not sharded and (options.place()[1] == 1 or options.partition is None):
-        return None
-
-    return reducing_ranks(options, params, sharded)
 
 
 class Connection:

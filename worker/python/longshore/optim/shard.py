@@ -230,7 +230,7 @@ def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> 
 def _fetcher(
     optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None, is_on_device: bool
 ) -> Fetcher:
-    is_gone = functools.partial(_is_overwritten, weakref.ref(optimizer)) if optimizer._options.delay else _is_never_overwritten
+    is_gone = functools.partial(_is_overwritten, weakref.ref(optimizer)) if optimizer._options.delay else lambda _: False
     # Ranks that reduce or gather end a step's gradients through their own collectives.
     is_alone = rounds is None and connection.ranks is None
     lending = Lending(connection.job, connection.image_dtype) if is_alone and is_on_device else None
@@ -268,10 +268,6 @@ def _spans(connection: Connection) -> Spans:
         return partitions.spans(pieces[param.index], start, elements)
 
     return of_pieces
-
-
-def _is_never_overwritten(_: Member) -> bool:
-    return False
 
 
 def _is_overwritten(optimizer: "weakref.ref[Optimizer]", member: Member) -> bool:

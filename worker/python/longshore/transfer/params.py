@@ -230,10 +230,6 @@ def frozen_table(groups: list[dict[str, Any]], trained: list[Param]) -> list[Par
     return frozen
 
 
-def _given_twice(name: str, other: str) -> Exception:
-    return invalid(name, f"given twice in one group, as {other} before", "given once", "leave one of them out: tied weights are one parameter")
-
-
 def _named_twice(name: str) -> Exception:
     remedy = "pass model.named_parameters(), and those of several models each with a prefix, for example critic.named_parameters('critic')"
     return invalid(name, "the name of two parameters", "of one", remedy)
@@ -253,7 +249,8 @@ def _table(groups: list[dict[str, Any]], *, which: tuple[bool, ...], first: int)
             memory = _memory(tensor)
             if memory in seen and memory[1]:
                 if tensor is seen[memory][1]:
-                    raise _given_twice(name, seen[memory][0])
+                    remedy = "leave one of them out: tied weights are one parameter"
+                    raise invalid(name, f"given twice in one group, as {seen[memory][0]} before", "given once", remedy)
                 limit = f"memory of its own, and shares it with {seen[memory][0]}"
                 raise invalid(name, "tied", limit, "tie weights by assigning one Parameter to both modules")
             if name in names:
