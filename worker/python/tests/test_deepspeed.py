@@ -273,11 +273,8 @@ def test_ranks_that_cannot_wait_for_each_other_do_not_go_back(tmp_path: pathlib.
             rank.load_state_dict(state)
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_stage_2_with_offloading_runs(device: str, tmp_path: pathlib.Path) -> None:
-    offload = {"device": device, "pin_memory": True, "buffer_count": 4, "fast_init": False}
-    if device == "nvme":
-        offload["nvme_path"] = str(tmp_path)
+def test_stage_2_with_offloading_runs(tmp_path: pathlib.Path) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True, "buffer_count": 4, "fast_init": False}
     config = {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
     model, other = pair("mlp")
     with pytest.warns(UserWarning, match=r"without effect here: .*offload_optimizer\.fast_init"):
@@ -287,7 +284,7 @@ def test_stage_2_with_offloading_runs(device: str, tmp_path: pathlib.Path) -> No
     reference = longshore.initialize(model=other, config=CONFIG)[0]
     train(reference, range(3))
     assert same_bits(model, other)
-    assert bool([*tmp_path.rglob("*")]) is (device == "nvme")
+    assert [*tmp_path.rglob("*")]
 
 
 @pytest.mark.parametrize("options", [{}, {"streaming": True, "accumulate": 2}])
@@ -383,8 +380,7 @@ def test_a_used_key_is_taken_without_a_word(path: str) -> None:
     config = configured(path, SAMPLES.get(path, path.endswith(BOOLEANS) or 2))
     if path in OF_STAGE_3:
         config["zero_optimization"]["stage"] = 3
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         Config.of(config)
 
 
@@ -431,8 +427,7 @@ def test_any_other_key_is_refused_by_its_path(path: str, value: Any, remedy: str
     ],
 )
 def test_a_key_that_asks_for_nothing_is_let_be(config: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         Config.of(config)
 
 

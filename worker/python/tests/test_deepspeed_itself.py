@@ -145,8 +145,7 @@ def test_an_engine_goes_on_from_deepspeeds_checkpoint(theirs: tuple[Path, int, F
         torch.nn.init.zeros_(model.base.weight)
     model.scale.zero_()
     engine, _, _, _ = longshore.initialize(model=model, config=options)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         path, client = engine.load_checkpoint(folder / f"{way}-universal")
     assert path is not None and client == {}
     assert engine.global_steps == STEPS

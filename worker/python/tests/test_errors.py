@@ -234,8 +234,7 @@ def test_a_job_without_a_name_on_servers_is_named_in_a_warning(servers: str) -> 
     model, _ = pair("mlp")
     with pytest.warns(UserWarning, match=r"no job= was given, so this one is torch-.*longshore delete"):
         longshore.AdamW(model.named_parameters(), servers=servers)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         longshore.AdamW(model.named_parameters())
         longshore.AdamW(model.named_parameters(), servers=servers, job="named")
 

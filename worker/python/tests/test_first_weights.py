@@ -76,8 +76,7 @@ def test_open_gives_all_ranks_the_weights_as_servers_round_them(servers: str, ro
 
 def test_a_skipped_step_has_the_same_norm_on_all_ranks(servers: str) -> None:
     ranks = [Rank(rank, servers, "skipped") for rank in range(2)]
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         both(ranks, lambda rank: rank.train(steps=1, factor=1.0 if rank.rank else float("inf")))
     said = [str(warning.message) for warning in told if issubclass(warning.category, RuntimeWarning)]
     assert len(said) == 2 and not any("None" in words for words in said), said

@@ -360,8 +360,7 @@ def test_who_never_has_a_gradient_is_named_once(options: dict[str, Any], monkeyp
         late.requires_grad_(step == 1)
         for micro_step in range(options.get("accumulate", 1)):
             model.loss(step + micro_step).backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             optimizer.step()
         optimizer.zero_grad()
         said += [(step, str(warning.message)) for warning in caught]
@@ -378,8 +377,7 @@ def test_who_has_said_what_that_means_is_not_told(missing: str, monkeypatch: pyt
     model = Mlp()
     optimizer = longshore.AdamW(model.named_parameters(), missing_gradients=missing)
     model.layers[5] = nn.Linear(32, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for step in range(4):
             model.loss(step).backward()
             optimizer.step()
@@ -403,8 +401,7 @@ def test_a_parameter_that_another_rank_uses_is_not_named(servers: str, monkeypat
                 model.layers[0].bias.grad = None
                 if rank == 0:
                     model.layers[3].bias.grad = None
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with warnings.catch_warnings(record=True, action="always") as caught:
                 list(threads.map(lambda optimizer: optimizer.step(), optimizers))
             said += [str(warning.message) for warning in caught]
     [message] = said

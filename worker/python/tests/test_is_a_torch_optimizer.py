@@ -149,8 +149,7 @@ def test_state_is_a_small_handle_of_plain_things() -> None:
 def test_who_saves_a_handle_that_ends_with_this_process_hears_of_it_once() -> None:
     model, _ = pair("mlp")
     optimizer = longshore.AdamW(model.named_parameters())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         optimizer.state_dict()  # before the first step no state can be lost
         step(model, optimizer)
         optimizer.state_dict(full=True)
@@ -187,8 +186,7 @@ def test_hooks_of_state_dict_see_and_change_what_is_returned(full: bool) -> None
         return
     assert {state["state"][0][key].dtype for key in ("exp_avg", "exp_avg_sq", "master")} == {torch.bfloat16}
     other.load_state_dict(model.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         taken = longshore.AdamW(other.named_parameters())
         taken.load_state_dict(state)
         taken.open()
@@ -249,8 +247,7 @@ def test_a_compiled_step_is_quiet() -> None:
     model, other = pair("mlp")
     optimizer = longshore.AdamW(model.named_parameters())
     compiled = torch.compile(optimizer.step)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for number in range(3):
             model.loss(number).backward()
             compiled()
@@ -321,8 +318,7 @@ def test_a_script_that_goes_on_without_asking_is_warned(servers: str) -> None:
         if ask:
             assert (optimizer.version, optimizer.resumed) == (4, b"epoch 3")
         optimizer.resume_data = lambda: b"epoch 3"
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             for _ in range(2):
                 model.loss(0).backward()
                 optimizer.step()

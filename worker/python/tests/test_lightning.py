@@ -107,8 +107,7 @@ def test_the_strategy_leaves_and_saves_the_newest_weights_and_logs_what_the_call
 def test_a_save_without_an_adapter_says_what_it_lacks(tmp_path: pathlib.Path, way: str) -> None:
     saves = pl.callbacks.ModelCheckpoint(str(tmp_path), every_n_train_steps=4)
     given = {"callbacks": [saves, *([longshore.lightning.Callback()] if way == "callback" else [])]}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = short(tmp_path, enable_checkpointing=True, strategy="longshore" if way == "strategy" else "auto", **given)
         trainer.fit(lit.Sorting(None, None), lit.data())
     said = [str(warning.message) for warning in caught if "is a handle" in str(warning.message)]

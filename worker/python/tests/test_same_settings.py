@@ -29,8 +29,7 @@ def trained(servers: str, job: str, steps: int = 1, **options: Any) -> None:
 ])
 def test_a_restart_names_settings_that_change_bits(servers: str, changed: dict[str, Any], named: str) -> None:
     trained(servers, "changed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         trained(servers, "changed", deadline=30.0, layerwise=False)
     with pytest.warns(UserWarning, match=f"job changed was trained so far with {named}.*: its bits are those of neither"):
         trained(servers, "changed", **changed)

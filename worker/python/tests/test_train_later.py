@@ -225,8 +225,7 @@ def test_nothing_is_said_of_what_is_frozen() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     optimizer = longshore.AdamW(model.named_parameters(), frozen="train-later")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for _ in range(101):
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()

@@ -143,5 +143,5 @@ def check_in_units(
     accountant.check(budget)
     same(whole, cut)
     # Weights come from the optimizers' jobs.
-    whole.optimizer, cut.optimizer = plain, optimizer
+    whole.optimizer, cut.optimizer, cut.most = plain, optimizer, accountant.most
     return sharded
