@@ -1,5 +1,7 @@
 //! Placement: the owner of each shard, and its changes, which come with commits.
 
+use std::ops::Range;
+
 use crate::{
     fault::{Fault, FaultKind},
     ids::{Epoch, ServerId, ShardId, Step},
@@ -65,6 +67,18 @@ impl Placement {
         let later =
             self.handovers.iter().find(|handover| handover.shard == shard && handover.from_step > step);
         later.map_or(self.owner(shard), |handover| handover.before)
+    }
+
+    /// The steps at which a server owns a shard, as far as handovers tell. Empty if it owns none that a step in flight
+    /// may ask about.
+    pub fn span(&self, server: ServerId, shard: ShardId) -> Range<u64> {
+        let is_owner = self.owner(shard) == server;
+        match self.handovers.iter().rfind(|handover| handover.shard == shard) {
+            Some(handover) if is_owner => handover.from_step.0..u64::MAX,
+            Some(handover) if handover.before == server => 0..handover.from_step.0,
+            _ if is_owner => 0..u64::MAX,
+            _ => u64::MAX..u64::MAX,
+        }
     }
 
     /// The servers that take part in the job.

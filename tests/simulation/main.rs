@@ -66,7 +66,7 @@ impl Cluster {
         let tier = if sim.one_in(4) { TierKind::Memory } else { TierKind::Nvme };
         let job = (servers, shards);
         let oracle = Oracle::new(seed, job, (ranks, micro_steps), (tier, schedule), plant);
-        let may_move = tier == TierKind::Memory && sim.one_in(2);
+        let may_move = sim.one_in(2);
         let spare = if may_move { sim.below(4) as usize } else { 0 };
         let addresses = (0..servers + spare).map(oracle::address).collect();
         let disk = |server: usize| match server < servers {
@@ -153,10 +153,12 @@ impl Cluster {
 
     /// The servers that the job has by now, as a launcher finds them.
     fn members(&self) -> Vec<String> {
-        let placements =
-            lock(&self.servers).iter().filter_map(|server| server.placement()).collect::<Vec<_>>();
-        let newest = placements.iter().max_by_key(|placement| placement.epoch);
-        let newest = newest.filter(|placement| placement.epoch > Epoch(1)).unwrap_or(&self.oracle.placement);
+        let servers = lock(&self.servers).clone();
+        let alive = servers.iter().filter(|server| !self.sim.is_dead(server.process));
+        let placements = alive.filter_map(|server| server.placement()).collect::<Vec<_>>();
+        let newest = placements.iter().max_by_key(|(version, placement)| (*version, placement.epoch));
+        let newest = newest.map(|(_, placement)| placement).filter(|placement| placement.epoch > Epoch(1));
+        let newest = newest.unwrap_or(&self.oracle.placement);
         newest.servers.iter().filter(|address| !address.is_empty()).cloned().collect()
     }
 
@@ -221,7 +223,7 @@ impl Cluster {
         let short = Duration::from_millis(20) + sim.part_of(Duration::from_millis(1500));
         let may_move = self.addresses.len() > self.oracle.placement.servers.len();
         match sim.below(8) {
-            3 | 4 if may_move => self.scale(),
+            3 | 4 if may_move && (!self.has_drives() || sim.one_in(2)) => self.scale(),
             0 | 1 => {
                 sim.note(process, || "is killed".into());
                 sim.kill(process);
@@ -321,10 +323,11 @@ impl Cluster {
         // Servers make the last updates after all ranks have ended.
         self.sim.run(self.sim.now() + Duration::from_secs(5), || false);
         self.oracle.check_end(Version(self.steps))?;
-        for (server, disk) in self.disks.iter().enumerate() {
+        let members = self.members();
+        for (address, disk) in self.addresses.iter().zip(&self.disks) {
             let newest = lock(disk).newest();
-            if self.has_drives() && newest != Version(self.steps) {
-                return Err(format!("server {server} has only {newest}, and all ranks have ended"));
+            if self.has_drives() && members.contains(address) && newest != Version(self.steps) {
+                return Err(format!("{address} has only {newest}, and all ranks have ended"));
             }
         }
         Ok(())

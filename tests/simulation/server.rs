@@ -46,6 +46,8 @@ struct Saved {
 #[derive(Default)]
 pub(crate) struct Disk {
     server: ServerId,
+    /// The placement that the server was opened with.
+    opened: Placement,
     /// Two versions at most, oldest first. Empty: the job is not on this server.
     saved: Vec<Saved>,
     joined: Vec<Option<Joined>>,
@@ -92,7 +94,7 @@ impl Disk {
         let state = |&shard: &ShardId| BTreeMap::from([(Version(0), oracle.first(shard))]);
         let state = owned.iter().map(state).collect();
         let joined = vec![None; oracle.spec.world_size as usize];
-        Disk { server, saved: vec![Saved { record, state }], joined }
+        Disk { server, opened: oracle.placement.clone(), saved: vec![Saved { record, state }], joined }
     }
 
     pub(crate) fn newest(&self) -> Version {
@@ -101,13 +103,10 @@ impl Disk {
 }
 
 impl Instance {
-    fn new(
-        life: u64,
-        (machine, server): (Machine, ServerId),
-        state: Vec<BTreeMap<Version, u64>>,
-        durable: Version,
-    ) -> Instance {
-        let owned = machine.placement().owned(server);
+    /// `state` has the shards that the machine was opened with.
+    fn new(life: u64, machine: Machine, state: Vec<BTreeMap<Version, u64>>, durable: Version) -> Instance {
+        let shards = (0..machine.placement().owners.len() as u32).map(ShardId);
+        let owned = shards.filter(|&shard| machine.owned_index(shard).is_ok()).collect();
         let (held, sums, works, watches, wanted, is_fetching) = Default::default();
         Instance { life, machine, owned, state, held, sums, durable, works, watches, wanted, is_fetching }
     }
@@ -217,14 +216,14 @@ impl Server {
     async fn recover(self: Arc<Self>, at_most: Option<Version>) {
         let time = Duration::from_millis(5) + self.sim.part_of(Duration::from_millis(300));
         self.sim.sleep(time).await;
-        let (server, saved, joined) = {
+        let (opened, server, saved, joined) = {
             let mut disk = lock(&self.disk);
             if let Some(most) = at_most {
                 disk.saved.retain(|saved| saved.record.version <= most);
             }
-            (disk.server, disk.saved.clone(), disk.joined.clone())
+            (disk.opened.clone(), disk.server, disk.saved.clone(), disk.joined.clone())
         };
-        let mut machine = self.machine(self.oracle.placement.clone(), server);
+        let mut machine = self.machine(opened, server);
         let mut newest = saved.last().expect("a filled drive").record.clone();
         if self.oracle.has(Plant::CommitForgotten) {
             newest.commit = None;
@@ -236,8 +235,9 @@ impl Server {
         }
         let state = saved.last().expect("a filled drive").state.clone();
         self.note(|| format!("recovered at {durable}"));
-        let instance = Instance::new(self.sim.random(), (machine, server), state, durable);
+        let mut instance = Instance::new(self.sim.random(), machine, state, durable);
         let life = instance.life;
+        self.fetch_awaited(&mut instance);
         *self.instance() = Some(instance);
         self.moved();
         self.compute(life, durable).await;
@@ -254,7 +254,10 @@ impl Server {
         loop {
             changed.borrow_and_update();
             let work = match self.living(&mut self.instance(), life) {
-                Some(instance) => instance.works.pop_front(),
+                Some(instance) => {
+                    self.finish(instance, &mut finished);
+                    instance.works.pop_front()
+                }
                 None => return,
             };
             let Some(work) = work else {
@@ -270,16 +273,19 @@ impl Server {
                 Work::Update { owned, step } => self.update(instance, owned, step),
             }
             self.free_handed(instance);
-            let version = instance.machine.version();
-            if instance.machine.is_settled() && version > finished {
-                finished = version;
-                let record = instance.machine.record();
-                let state = instance.state.clone();
-                let flushes = Arc::clone(self);
-                let saved = Saved { record, state };
-                self.sim.spawn(self.process, async move { flushes.flush(life, saved).await });
-            }
             self.moved();
+        }
+    }
+
+    /// Begins to make a version durable that all shards have. A server without shards has it at once.
+    fn finish(self: &Arc<Self>, instance: &mut Instance, finished: &mut Version) {
+        let version = instance.machine.version();
+        *finished = (*finished).max(instance.durable);
+        if instance.machine.is_made(Step(version.0)) && version > *finished {
+            *finished = version;
+            let saved = Saved { record: instance.machine.record(), state: instance.state.clone() };
+            let (flushes, life) = (Arc::clone(self), instance.life);
+            self.sim.spawn(self.process, async move { flushes.flush(life, saved).await });
         }
     }
 
@@ -405,7 +411,7 @@ impl Server {
             }
             "Describe" | "DescribeInParts" => tell(outgoing, &self.describe()?).await,
             "OpenJob" => tell(outgoing, &self.open(one(incoming).await?)?).await,
-            "Begin" => tell(outgoing, &self.begin(one(incoming).await?)?).await,
+            "Begin" => tell(outgoing, &self.begin(one(incoming).await?).await?).await,
             "Retire" => tell(outgoing, &self.retire(&one(incoming).await?)?).await,
             "Fetch" => self.send_handed(one(incoming).await?, outgoing).await,
             "Join" => tell(outgoing, &self.join(one(incoming).await?).await?).await,

@@ -37,12 +37,13 @@ fn finish(ranks: Vec<Running>) -> Run {
 }
 
 /// The weights of a training on 2, then 4, then 3 servers are those of the same training on one.
-fn scaled(ranks: usize, more: &[&str]) {
+fn scaled(ranks: usize, tier: &str, more: &[&str]) {
     let train = Train::new(STEPS).args(["--layers", "3", "--world-size", &ranks.to_string()]).args(more);
-    let checkpoints = TempDir::new().unwrap();
-    let servers = server::servers(4, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
+    let [checkpoints, drives] = [(); 2].map(|()| TempDir::new().unwrap());
+    let options = ServerOptions::new().checkpoint_dir(checkpoints.path()).state_root(drives.path());
+    let servers = server::servers(4, &options);
     let addresses = server::addresses(&servers);
-    let mut running = start(&train.clone().servers(&addresses[..2]), ranks);
+    let mut running = start(&train.clone().args(["--tier", tier]).servers(&addresses[..2]), ranks);
     running[0].until_step(3);
     let before = job_status(&addresses[..2]).servers[0].memory_bytes;
     let [a, b, c, d] = [0, 1, 2, 3].map(|server| &servers[server]);
@@ -57,7 +58,7 @@ fn scaled(ranks: usize, more: &[&str]) {
     assert_eq!(written.code, 0, "{written:?}");
     let done = scale(&servers[..1], &[a, b, c], &["--wait"]);
     assert_eq!(done.code, 0, "{done:?}");
-    let other = server::servers(3, &ServerOptions::new().checkpoint_dir(checkpoints.path()));
+    let other = server::servers(3, &options);
     let other = server::addresses(&other).join(",");
     let restored = longshore(["restore", "--job", "default", "--name", "moved", "--servers", &other]);
     assert_eq!(restored.code, 0, "{restored:?}");
@@ -71,12 +72,17 @@ fn scaled(ranks: usize, more: &[&str]) {
 
 #[test]
 fn servers_come_and_go_while_a_rank_trains() {
-    scaled(1, &[]);
+    scaled(1, "memory", &[]);
+}
+
+#[test]
+fn servers_with_drives_come_and_go_while_two_ranks_train() {
+    scaled(2, "nvme", &[]);
 }
 
 #[test]
 fn servers_come_and_go_while_two_ranks_make_delayed_steps() {
-    scaled(2, &["--delay", "1", "--warmup-steps", "0"]);
+    scaled(2, "memory", &["--delay", "1", "--warmup-steps", "0"]);
 }
 
 /// A server without memory for its shards is refused by name, and training goes on where it is.
@@ -92,6 +98,39 @@ fn a_server_without_room_holds_up_no_step() {
     assert!(refused.stderr.contains("memory") && refused.stderr.contains("raise --memory"), "{refused:?}");
     let nowhere = scale(&servers[..1], &[&servers[0], &servers[0]], &[]);
     assert!(nowhere.code == 1 && nowhere.stderr.contains("each once"), "{nowhere:?}");
+    assert_eq!(running.finish().end.state_hash, expected);
+}
+
+/// Servers of tier nvme die at any moment of a change, and come back. Some die with rank 0.
+#[test]
+fn servers_on_drives_are_killed_while_servers_come_and_go() {
+    let (train, mut random) = (Train::new(STEPS).args(["--layers", "3"]), Random::new());
+    let expected = train.undisturbed().hash;
+    let home = TempDir::new().unwrap();
+    let options = ServerOptions::new().state_root(home.path());
+    let options = options.allow("cannot be fetched yet").allow("stepping back to the version before");
+    let mut servers = server::servers(3, &options);
+    let addresses = server::addresses(&servers);
+    let train = train.args(["--tier", "nvme"]).servers(&addresses[..1]);
+    let train = train.allow("waiting for a server").allow("cannot be changed yet");
+    let mut running = train.start();
+    running.until_started();
+    for _ in 0..soak::pick(6, 60) {
+        let wishes = [vec![0, 1, 2], vec![0, 1], vec![0, 2], vec![0]];
+        let wish = &wishes[random.below(4) as usize];
+        let to: Vec<&Longshored> = wish.iter().map(|&server| &servers[server]).collect();
+        let asked = scale(&servers[..1], &to, &[]);
+        assert_eq!(asked.code, 0, "{asked:?}");
+        spin(random.part_of(Duration::from_millis(300)));
+        let server = random.below(3) as usize;
+        if random.below(3) == 0 {
+            running.kill();
+            servers[server].kill_and_restart();
+            running = train.start();
+        } else {
+            servers[server].kill_and_restart();
+        }
+    }
     assert_eq!(running.finish().end.state_hash, expected);
 }
 

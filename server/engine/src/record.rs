@@ -3,7 +3,10 @@
 //! In JSON, floats are kept to the bit. JSON has no NaN, which is the norm of a step that overflowed. serde_json rounds
 //! most decimals back to the same f64, but not all. A resumed run needs exactly the loss scale it was stopped with.
 
-use longshore_proto::{Commit, Correction, Hyper, Incarnation, LeftOut, PlacementChange, Step, Version};
+use longshore_proto::{
+    Commit, Correction, Hyper, Incarnation, LeftOut, Placement, PlacementChange, ServerId, ShardId, Step,
+    Version,
+};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 /// A decided version, as a tier keeps it.
@@ -22,17 +25,28 @@ pub struct Record {
     /// Standing, if the job was paused or resumed since the version was decided.
     #[serde(default, with = "standing", skip_serializing_if = "Option::is_none")]
     pub standing: Option<Standing>,
+    /// The placement at this version, if it is another one than that which the server was opened with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<Placement>,
 }
 
 impl Record {
     /// Returns the record of a version that was just reached.
     pub fn new(version: Version, applied: u64, commit: Option<Commit>) -> Record {
-        Record { version, applied, commit, left_out: Vec::new(), standing: None }
+        Record { version, applied, commit, left_out: Vec::new(), standing: None, placement: None }
     }
 
     /// The record of a job that goes on from state, before its first step.
     pub fn filled(applied: u64, left_out: Vec<LeftOut>) -> Record {
         Record { left_out, ..Record::new(Version(0), applied, None) }
+    }
+
+    /// Returns the version of a shard's state that a server has at this version. None if another server has it.
+    pub fn version_of(&self, shard: ShardId, server: ServerId) -> Option<Version> {
+        let Some(placement) = &self.placement else { return Some(self.version) };
+        let span = placement.span(server, shard);
+        let is_here = !span.is_empty() && span.start <= self.version.0;
+        is_here.then(|| self.version.min(Version(span.end - 1)))
     }
 
     /// Returns true if the step that made the version left the state unchanged.

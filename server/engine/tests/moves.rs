@@ -1,10 +1,12 @@
 //! Shards move between servers at any step, and the bits are those of one server that keeps them all.
 
-use longshore_engine::kernels::Isa;
+use longshore_engine::{kernels::Isa, tier::Storage};
 use longshore_proto::{
-    Dtype, Epoch, Formats, JobSpec, MasterFormat, Partition, PlacementChange, ServerId, ShardId, StateFormat,
+    Commit, Dtype, Epoch, Formats, JobSpec, MasterFormat, Partition, PlacementChange, ServerId, ShardId,
+    StateFormat, TierKind,
 };
 use proptest::prelude::*;
+use tempfile::TempDir;
 
 use crate::common::{
     BLOCK, Noise, cases,
@@ -32,9 +34,19 @@ fn random_spec(noise: &mut Noise) -> JobSpec {
     spec
 }
 
+/// The drives of a server: none, or a folder of its own.
+fn storage(noise: &mut Noise, home: Option<&TempDir>, server: usize) -> Storage {
+    let Some(home) = home else { return Storage::default() };
+    let dir = home.path().join(server.to_string());
+    std::fs::create_dir_all(&dir).unwrap();
+    let resident_bytes = noise.pick(&[0, 3 << 20, 1 << 30]);
+    Storage { dirs: vec![dir], resident_bytes, buffers: 1 + noise.below(3), ..Storage::default() }
+}
+
 /// A cluster whose shards move, beside one server that keeps them.
 struct Moving {
     noise: Noise,
+    home: Option<TempDir>,
     moved: Cluster,
     alone: Cluster,
     /// By shard: the last step whose decision moved it.
@@ -46,9 +58,16 @@ impl Moving {
         let mut noise = Noise(seed);
         let spec = random_spec(&mut noise);
         let first = weights(&spec, seed);
-        let [moved, alone] = [1 + noise.below(2), 1].map(|servers| Cluster::started(&spec, servers, &first));
+        let alone = Cluster::started(&spec, 1, &first);
+        let home = (spec.max_delay == 0 && noise.one_in(2)).then(|| TempDir::new().unwrap());
+        let spec = JobSpec { tier: if home.is_some() { TierKind::Nvme } else { TierKind::Memory }, ..spec };
+        let servers = 1 + noise.below(2);
+        let storage = storage(&mut noise, home.as_ref(), 0);
+        let mut moved = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), &storage).unwrap();
+        (0..spec.world_size).for_each(|rank| moved.join(rank));
+        moved.upload(&first);
         let moved_at = vec![0; moved.layout.shards() as usize];
-        Moving { noise, moved, alone, moved_at }
+        Moving { noise, home, moved, alone, moved_at }
     }
 
     /// Chooses a change of the placement for the decision on a step, and opens the server that it adds.
@@ -56,7 +75,9 @@ impl Moving {
         let mut change =
             PlacementChange { epoch: Epoch(self.moved.placement.epoch.0 + 1), ..Default::default() };
         if self.moved.jobs.len() < 4 && self.noise.one_in(4) {
-            change.added.push(self.moved.add_server(&compute(1, Isa::detect())));
+            self.settle();
+            let storage = storage(&mut self.noise, self.home.as_ref(), self.moved.jobs.len());
+            change.added.push(self.moved.add_server(&storage));
         } else {
             // Servers of the first placement have room for their own shards alone.
             let first_new = self.moved.jobs.iter().position(|job| job.opened_with().epoch > Epoch(1))?;
@@ -95,11 +116,37 @@ impl Moving {
         }
     }
 
+    /// Waits until all servers have made their versions durable.
+    fn settle(&mut self) {
+        if self.home.is_some() {
+            self.moved.settle().unwrap();
+        }
+    }
+
+    /// Starts a server's process again, which may have lost the newest version.
+    fn restart(&mut self, commit: &Commit) {
+        let server = self.noise.below(self.moved.jobs.len());
+        self.moved.restart(server);
+        let version = self.moved.jobs[server].progress().version;
+        assert!(version.0 + 1 >= commit.step.0, "{version} before {}", commit.step);
+        if version < commit.step.version() {
+            let flats = self.flats(commit.step.0);
+            self.moved.push(commit.step.0, &flats);
+            let incarnation = self.moved.incarnations[0];
+            let (_, work) = self.moved.jobs[server].commit(incarnation, commit.clone()).unwrap();
+            self.moved.works[server].extend(work);
+        }
+    }
+
+    fn flats(&self, step: u64) -> Vec<Vec<u8>> {
+        let spec = &self.moved.spec;
+        (0..spec.world_size * spec.micro_steps)
+            .map(|part| gradient(spec, step * 100 + u64::from(part), 1e-2))
+            .collect()
+    }
+
     fn push(&mut self, step: u64) {
-        let spec = self.moved.spec.clone();
-        let flats = (0..spec.world_size * spec.micro_steps)
-            .map(|part| gradient(&spec, step * 100 + u64::from(part), 1e-2));
-        let flats: Vec<Vec<u8>> = flats.collect();
+        let flats = self.flats(step);
         self.moved.push(step, &flats);
         self.alone.push(step, &flats);
     }
@@ -134,12 +181,17 @@ impl Moving {
             self.moved.commit(&commit).unwrap();
             self.alone.work();
             self.act();
+            while self.home.is_some() && self.noise.one_in(3) {
+                self.restart(&commit);
+                self.act();
+            }
             // Ranks read version t of every shard before they push step t + 1 + delay.
             is_behind = delay == 1 && !is_behind && step < STEPS && self.noise.one_in(2);
             if is_behind {
                 continue;
             }
             self.finish();
+            self.settle();
             self.check_images(step)?;
             if self.noise.one_in(4) {
                 prop_assert_eq!(self.moved.hash(), self.alone.hash(), "at version {}", step);

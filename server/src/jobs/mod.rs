@@ -323,6 +323,12 @@ impl Jobs {
                 self.check_not_moved(&wanted.spec.name)?;
             }
             let kept = self.kept(&wanted.spec.name)?;
+            // Ranks name the newest placement. State is kept under the one that the server was opened with.
+            let placement = match &kept {
+                Some(kept) if wanted.placement.epoch > kept.placement.epoch => kept.placement.clone(),
+                _ => wanted.placement,
+            };
+            let wanted = StoredJob { placement, ..wanted };
             if let Some(kept) = &kept {
                 check_same(kept, &wanted)
                     .map_err(|differs| self.kept_otherwise(differs, &wanted.spec.name))?;

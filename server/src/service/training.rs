@@ -112,7 +112,7 @@ impl Training for Services {
     async fn begin(&self, request: Request<v1::BeginRequest>) -> Result<Response<v1::BeginResponse>, Status> {
         let request = permitted(request)?;
         let job = request.job.clone();
-        self.begin_job(request).map_err(|fault| refuse("Begin", &job, fault))?;
+        self.begin_job(request).await.map_err(|fault| refuse("Begin", &job, fault))?;
         Ok(Response::new(v1::BeginResponse {}))
     }
 
@@ -228,6 +228,8 @@ impl Services {
         let job = Arc::clone(&handle.job);
         blocking(move || job.protocol.keep_joined()).await?;
         handle.stages.joined();
+        // After a restart of this server, its ranks join again.
+        handle.fetch_awaited(self.tls_dir.as_deref());
         let (version, transport) = (progress.version.0, self.transport);
         tracing::info!(job = request.job, %rank, %incarnation, version, transport, "rank joined");
         joined(connection, &handle, room, progress, self.links.offer()).await
@@ -277,7 +279,7 @@ impl Services {
         Ok(v1::CommitResponse { duplicate })
     }
 
-    fn begin_job(&self, request: v1::BeginRequest) -> Result<(), Fault> {
+    async fn begin_job(&self, request: v1::BeginRequest) -> Result<(), Fault> {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let placement = Placement::from_wire(request.placement)?;
         let handle = self.jobs.get(&request.job)?;
@@ -295,11 +297,13 @@ impl Services {
                 at: Version(member.joined_at),
                 fence_only: false,
             };
-            if let Some(rank) = ranks.get_mut(member.rank as usize) {
-                *rank = Some(joined);
-            }
+            let limit = format!("below the world size, {}", ranks.len());
+            let remedy = "name the ranks of Admin.Describe";
+            let unknown = || Fault::invalid("ranks.rank", member.rank, limit, remedy);
+            *ranks.get_mut(member.rank as usize).ok_or_else(unknown)? = Some(joined);
         }
-        handle.job.begin(incarnation, placement, record, &ranks)?;
+        let job = Arc::clone(&handle.job);
+        blocking(move || job.begin(incarnation, placement, record, &ranks)).await?;
         handle.decided(Version(progress.version));
         tracing::info!(job = request.job, version = progress.version, "takes part from here on");
         Ok(())

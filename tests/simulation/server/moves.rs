@@ -16,7 +16,7 @@ use longshore_wire::{
     v1::{self, tensors_client::TensorsClient},
 };
 
-use super::{Instance, PATIENCE, Saved, Server, progress, tell};
+use super::{Instance, PATIENCE, Saved, Server, joined, progress, tell};
 use crate::{
     grpc::Outgoing,
     host::lock,
@@ -42,11 +42,11 @@ impl Server {
         kept.is_ok()
     }
 
-    /// The placement as this server knows it. None where it takes no part in the job.
-    pub(crate) fn placement(&self) -> Option<Placement> {
+    /// Version and placement as this server knows them. None where it takes no part in the job.
+    pub(crate) fn placement(&self) -> Option<(Version, Placement)> {
         let instance = self.instance();
         let machine = &instance.as_ref()?.machine;
-        machine.check_not_loading().is_ok().then(|| machine.placement().clone())
+        machine.check_not_loading().is_ok().then(|| (machine.version(), machine.placement().clone()))
     }
 
     pub(super) fn open(self: &Arc<Self>, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
@@ -86,16 +86,16 @@ impl Server {
 
     /// Makes room for a running job that this server takes no part in yet.
     fn begin_anew(self: &Arc<Self>, placement: Placement, server: ServerId) {
-        let machine = self.machine(placement, server);
-        let state = vec![BTreeMap::new(); machine.placement().owned(server).len()];
-        let joined = vec![None; self.spec().world_size as usize];
-        let saved = Saved { record: Record::filled(0, Vec::new()), state: state.clone() };
+        let state = vec![BTreeMap::new(); placement.owned(server).len()];
         {
             let mut disk = lock(&self.disk);
-            (disk.server, disk.saved, disk.joined) = (server, vec![saved], joined);
+            let joined = vec![None; self.spec().world_size as usize];
+            (disk.server, disk.opened, disk.joined) = (server, placement.clone(), joined);
+            disk.saved.clear();
         }
         self.note(|| format!("is opened as {server}"));
-        let instance = Instance::new(self.sim.random(), (machine, server), state, Version(0));
+        let machine = self.machine(placement, server);
+        let instance = Instance::new(self.sim.random(), machine, state, Version(0));
         let life = instance.life;
         *self.instance() = Some(instance);
         self.moved();
@@ -103,7 +103,7 @@ impl Server {
         self.sim.spawn(self.process, async move { computes.compute(life, Version(0)).await });
     }
 
-    pub(super) fn begin(&self, request: v1::BeginRequest) -> Result<v1::BeginResponse, Fault> {
+    pub(super) async fn begin(&self, request: v1::BeginRequest) -> Result<v1::BeginResponse, Fault> {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let placement = Placement::from_wire(request.placement)?;
         let progress = request.progress.ok_or_else(|| wire::missing("progress"))?;
@@ -115,10 +115,21 @@ impl Server {
             ranks[member.rank as usize] =
                 Some(Joined { incarnation, at: Version(member.joined_at), fence_only: false });
         }
-        self.with(|instance| {
-            instance.durable = record.version;
-            Ok(instance.machine.begin_without_shards(incarnation, placement, record, &ranks)?)
+        let life = self.with(|instance| {
+            instance.machine.begin_without_shards(incarnation, placement, record, &ranks)?;
+            Ok(instance.life)
         })?;
+        let time = self.sim.part_of(Duration::from_millis(20));
+        self.sim.sleep(time).await;
+        {
+            let mut instance = self.instance();
+            let instance = self.living(&mut instance, life).ok_or_else(|| self.absent())?;
+            let record = instance.machine.record();
+            instance.durable = record.version;
+            let mut disk = lock(&self.disk);
+            disk.joined = joined(&instance.machine);
+            disk.saved = vec![Saved { record, state: instance.state.clone() }];
+        }
         self.note(|| format!("takes part from {} on", progress.version));
         self.moved();
         Ok(v1::BeginResponse {})

@@ -11,8 +11,9 @@ use longshore_proto::{
 };
 use longshore_wire::{Wire, v1::DescribeRequest};
 use tokio::sync::Notify;
+use tonic::{Code, Status};
 
-use super::{Cluster, Peer, peer::whole};
+use super::{Backoff, Cluster, Peer, peer::whole};
 use crate::{
     error::{Outdated, Result, StateLost},
     host::{self, Instant},
@@ -135,11 +136,30 @@ impl Cluster {
         self.peers.get_or_make(server, || peer);
     }
 
-    /// Asks the first server for the newest placement: a decision may have changed it since this rank began to join.
-    /// The caller joins its servers before it sets the placement, since gradients go to owners at once.
+    /// Asks the first server for the newest placement: a decision may have changed it since this rank began to join, or
+    /// a step back may have taken a change back. The caller joins its servers before it sets the placement, since
+    /// gradients go to owners at once.
     pub(crate) async fn newest_placement(&self) -> Option<Placement> {
-        let first = self.first();
-        changed_placement(&self.peers[first], self.job().as_str()).await
+        let (peer, job) = (&self.peers[self.first()], self.job().as_str());
+        match self.placement().epoch {
+            Epoch(0 | 1) => changed_placement(peer, job).await,
+            _ => placement_of(peer, job).await,
+        }
+    }
+
+    /// Takes the placement of the farthest server, and connects with servers that are new. Returns false if there are none.
+    /// The caller has opened no lanes yet.
+    pub(crate) async fn meet_members(&self) -> Result<bool> {
+        let peers: Vec<Peer> = self.servers().map(|server| self.peers[server].clone()).collect();
+        let found = discover(self.job().as_str(), &peers, Instant::now()).await;
+        let Some((placement, _)) = found else { return Ok(false) };
+        let new = self.not_joined(&placement);
+        for (server, address) in &new {
+            self.meet(*server, address).await?;
+            self.add_member(*server);
+        }
+        self.set_placement(placement);
+        Ok(!new.is_empty())
     }
 
     /// Returns `Outdated` if another server than that of a lost state says that the job's servers have changed since
@@ -178,35 +198,62 @@ impl Cluster {
 }
 
 /// Returns the placement of a job whose servers have changed, as the server that is farthest says, and the number by
-/// which each peer takes part in it.
-pub(super) async fn discover(job: &str, peers: &[Peer]) -> Option<(Placement, Vec<Option<ServerId>>)> {
-    let answers = join_all(peers.iter().map(|peer| async move { seen(peer, job).await })).await;
+/// which each peer takes part in it. Waits until `end` for servers that recover the job, unless another one knows.
+pub(super) async fn discover(
+    job: &str,
+    peers: &[Peer],
+    end: Instant,
+) -> Option<(Placement, Vec<Option<ServerId>>)> {
+    let mut backoff = Backoff::new();
+    let answers = loop {
+        let answers = join_all(peers.iter().map(|peer| async move { seen(peer, job).await })).await;
+        let is_known = answers.iter().flatten().flatten().any(|seen| seen.changed);
+        if is_known || answers.iter().all(Result::is_ok) || !backoff.pause(end).await {
+            break answers.into_iter().map(|answer| answer.ok().flatten()).collect::<Vec<_>>();
+        }
+    };
     let farthest = (0..peers.len())
         .filter(|&at| answers[at].is_some())
-        .max_by_key(|&at| answers[at].as_ref().map(|(version, _, changed)| (*changed, *version)))?;
-    answers[farthest].as_ref().filter(|(.., changed)| *changed)?;
+        .max_by_key(|&at| answers[at].as_ref().map(|seen| (seen.version, seen.changed)))?;
+    answers[farthest].as_ref().filter(|seen| seen.changed)?;
     let placement = changed_placement(&peers[farthest], job).await?;
     let is_member = |server: &ServerId| placement.members().any(|member| member == *server);
-    let numbers = answers.into_iter().map(|seen| seen.map(|(_, server, _)| server).filter(is_member));
+    let numbers = answers.into_iter().map(|seen| seen.map(|seen| seen.server).filter(is_member));
     let numbers = numbers.collect();
     Some((placement, numbers))
 }
 
-/// Returns a server's version and number, and true if the job's servers may have changed.
-async fn seen(peer: &Peer, job: &str) -> Option<(Version, ServerId, bool)> {
+/// A server's word on a job.
+struct Seen {
+    version: Version,
+    server: ServerId,
+    /// The job's servers may have changed.
+    changed: bool,
+}
+
+/// Asks a server for a job. None: the job is not there.
+async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Status> {
     let request = DescribeRequest { job: job.into(), brief: true, ..Default::default() };
-    let answer =
-        host::timeout(GLANCE, async { peer.admin().describe(request).await }).await.ok()?.ok()?.into_inner();
-    let version = Version(answer.progress.map_or(0, |progress| progress.version));
-    Some((version, ServerId(answer.server), answer.scaling.is_some()))
+    let asked = host::timeout(GLANCE, async { peer.admin().describe(request).await }).await;
+    match asked.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer"))) {
+        Ok(answer) => {
+            let answer = answer.into_inner();
+            let version = Version(answer.progress.map_or(0, |progress| progress.version));
+            let (server, changed) = (ServerId(answer.server), answer.scaling.is_some());
+            Ok(Some(Seen { version, server, changed }))
+        }
+        Err(status) if matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded) => Err(status),
+        Err(_) => Ok(None),
+    }
 }
 
 async fn changed_placement(peer: &Peer, job: &str) -> Option<Placement> {
-    let (_, _, changed) = seen(peer, job).await?;
-    if !changed {
-        return None;
-    }
+    seen(peer, job).await.ok()?.filter(|seen| seen.changed)?;
+    placement_of(peer, job).await.filter(|placement| placement.epoch > Epoch(1))
+}
+
+async fn placement_of(peer: &Peer, job: &str) -> Option<Placement> {
     let request = DescribeRequest { job: job.into(), ..Default::default() };
     let answer = whole(peer.admin(), request).await.ok()?.into_inner();
-    Placement::from_wire(answer.placement).ok().filter(|placement| placement.epoch > Epoch(1))
+    Placement::from_wire(answer.placement).ok()
 }

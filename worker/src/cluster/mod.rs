@@ -105,7 +105,7 @@ impl Cluster {
         let start = Instant::now();
         let time = (start, start + self.options.deadline);
         let peers = try_join_all(servers.iter().map(|address| self.dial(address, time))).await?;
-        let Some((placement, numbers)) = discover(self.job().as_str(), &peers).await else {
+        let Some((placement, numbers)) = discover(self.job().as_str(), &peers, time.1).await else {
             (0..).map(ServerId).zip(peers).for_each(|(server, peer)| self.add_peer(server, peer));
             return Ok(None);
         };

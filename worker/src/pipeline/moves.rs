@@ -294,9 +294,9 @@ async fn prepare(
     asked: u64,
 ) -> Result<Plan> {
     let spec = cluster.spec();
-    if spec.tier != TierKind::Memory {
+    if spec.tier == TierKind::Shm {
         let remedy = "`longshore checkpoint`, then start the trainer with --resume and the new servers";
-        let limit = "memory: shards of other tiers do not move while training runs";
+        let limit = "memory or nvme: shards of tier shm do not move while training runs";
         return Err(Fault::new(FaultKind::Precondition, "spec.tier", spec.tier, limit, remedy).into());
     }
     let known =

@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Misuse, Result, VersionsDiffer},
     host::Instant,
     push::{Gradients, open_lanes},
-    rank::{RankState, commit_as, fence, take, withdraw},
+    rank::{RankState, commit_as, fence, recover, take, withdraw},
 };
 
 /// The job's progress as this rank begins to take part.
@@ -160,7 +160,7 @@ fn first_of(progress: &ByServer<JobProgress>) -> JobProgress {
 /// moves no shard to a server that some rank has not joined.
 pub(crate) async fn admit(
     cluster: &Arc<Cluster>,
-    rank: &RankState,
+    rank: &Arc<RankState>,
     gradients: &Arc<Gradients>,
     server: ServerId,
     address: &str,
@@ -172,6 +172,8 @@ pub(crate) async fn admit(
             rank.join_on(cluster, server, rank.incarnation()).await?;
             rank.first_link(cluster, server).await?;
             open_lanes(gradients, server)?;
+            // The server may have died since it began, with the decision that names it. From here on a lane notices.
+            recover(cluster, rank, server).await?;
             cluster.add_member(server);
             Ok(())
         };
@@ -223,9 +225,15 @@ pub(super) async fn leave(cluster: &Cluster, rank: &RankState) -> Result<()> {
 }
 
 /// Fences earlier processes of rank 0 on all servers, so that the versions read afterwards do not change. Then
-/// completes the newest decision on servers that lack it, or takes it back if that is impossible.
+/// completes the newest decision on servers that lack it, or takes it back if that is impossible. An earlier process
+/// may have added servers since this one connected, and goes on there until it is fenced too.
 pub(super) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
-    let progress = cluster.on_all(|server| fence(cluster, server, incarnation)).await?;
+    let progress = loop {
+        let progress = cluster.on_all(|server| fence(cluster, server, incarnation)).await?;
+        if !cluster.meet_members().await? {
+            break progress;
+        }
+    };
     let ended = complete_commit(cluster, &progress, incarnation).await;
     if !cluster.spec().properties().durable_later {
         return ended;

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use longshore_proto::{Epoch, Fault, FaultKind, Incarnation, Placement, ShardId, Step, Version};
+use longshore_proto::{Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ShardId, Step, Version};
 
 use super::Job;
 use crate::{
@@ -35,15 +35,34 @@ impl Job {
     ) -> Result<(), Fault> {
         self.protocol.check_alive()?;
         placement.validate(self.share.layout.shards())?;
-        if self.tier.durable.is_some() {
-            let (tier, limit) = (self.share.spec.tier, "memory: shards of other tiers do not move yet");
-            let remedy = "take the job to other servers with `longshore checkpoint` and --resume";
-            return Err(Fault::new(FaultKind::Precondition, "spec.tier", tier, limit, remedy));
+        self.check_may_move()?;
+        let record = {
+            let mut machine = self.protocol.machine();
+            machine.begin_without_shards(incarnation, placement, record, ranks)?;
+            machine.record()
+        };
+        if let Some(durable) = &self.tier.durable {
+            for (rank, joined) in (0..).map(Rank).zip(ranks) {
+                joined.iter().for_each(|&joined| self.protocol.tell_joined(rank, joined, false));
+            }
+            self.protocol.keep_joined()?;
+            durable.start(&record, false).map_err(|fault| self.protocol.fail(fault))?;
         }
-        self.protocol.machine().begin_without_shards(incarnation, placement, record, ranks)?;
         self.finish_load();
         self.protocol.notify();
         Ok(())
+    }
+
+    /// Refuses handovers to a server that stores images, or more than versions, outside of its memory.
+    fn check_may_move(&self) -> Result<(), Fault> {
+        if self.tier.kept.is_none() && self.tier.images.is_none() {
+            return Ok(());
+        }
+        let spec = &self.share.spec;
+        let value = format!("{}, delay {}", spec.tier, spec.max_delay);
+        let limit = "memory; or nvme without a delay, on servers that spill state alone";
+        let remedy = "take the job to other servers with `longshore checkpoint` and --resume";
+        Err(Fault::new(FaultKind::Precondition, "spec.tier", value, limit, remedy))
     }
 
     /// The shards that this server owns at a step, in forward order.
@@ -95,6 +114,7 @@ impl Job {
     /// # Errors
     /// `Exhausted` if there is no room by now.
     pub fn make_room(&self, shards: &[ShardId]) -> Result<(), Fault> {
+        self.check_may_move()?;
         let mut released = lock(&self.released);
         for &shard in shards {
             let owned = self.protocol.machine().owned_index(shard)?;
@@ -110,7 +130,9 @@ impl Job {
     fn bytes_of(&self, owned: OwnedShard) -> Need {
         let share = &self.share;
         let need = Need::of(&share.spec, &share.layout, &[share.shard(owned)], &Storage::default());
-        Need { transfers: 0, disk: 0, written: 0, ..need }
+        // A durable tier keeps its buffers and its place on the drives.
+        let state = if self.tier.durable.is_some() { 0 } else { need.state };
+        Need { transfers: 0, disk: 0, written: 0, buffers: 0, state, ..need }
     }
 
     /// Returns Some once a shard has the last version that this server makes of it.

@@ -438,7 +438,9 @@ impl Job {
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
         let version = record.version;
         for owned in self.share.all() {
-            let trained = !self.share.is_frozen(owned);
+            let Some(here) = record.version_of(self.share.shard(owned), self.share.server) else { continue };
+            // No step reads the image of a shard that was handed over before.
+            let trained = !self.share.is_frozen(owned) && here == version;
             if trained {
                 self.images.recover(owned, version)?;
             }

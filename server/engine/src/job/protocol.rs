@@ -303,7 +303,8 @@ impl Protocol {
         keep: impl FnOnce(&Record) -> Result<(), Fault>,
     ) -> Result<(), Fault> {
         let (commit, applied) = machine.decision(step).expect("a commit is kept until its updates are done");
-        let record = Record::new(step.version(), applied, Some(commit.clone()));
+        let placement = machine.changed_placement();
+        let record = Record { placement, ..Record::new(step.version(), applied, Some(commit.clone())) };
         keep(&record).inspect_err(|fault| self.end(fault))
     }
 

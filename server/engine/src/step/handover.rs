@@ -35,6 +35,11 @@ impl Machine {
         &self.placement
     }
 
+    /// The placement, if it is another one than that which this server was opened with.
+    pub fn changed_placement(&self) -> Option<Placement> {
+        self.has_moved.then(|| self.placement.clone())
+    }
+
     /// Returns true if this server has begun, or is about to begin, without shards, and never owned one.
     pub fn is_without_shards(&self) -> bool {
         self.phase == Phase::Loading || self.shards.iter().all(|shard| shard.span.is_empty())
@@ -76,7 +81,7 @@ impl Machine {
         self.commits.clear();
         self.scales.clear();
         self.reads.clear();
-        self.placement = placement;
+        (self.placement, self.has_moved) = (placement, true);
         for shard in &mut self.shards {
             (shard.span, shard.version) = (u64::MAX..u64::MAX, record.version);
         }
@@ -108,6 +113,17 @@ impl Machine {
             }
         }
         self.placement.apply(change, step, self.spec.max_delay);
+        self.has_moved = true;
+    }
+
+    /// Takes the placement of a recovered version. A shard whose state was on its way then is fetched again.
+    pub(super) fn recover_placement(&mut self, placement: Placement) {
+        for shard in &mut self.shards {
+            shard.span = placement.span(self.server, shard.shard);
+            shard.awaited = !shard.span.is_empty() && shard.span.start > self.version.0;
+            shard.version = self.version.min(Version(shard.span.end.saturating_sub(1)));
+        }
+        (self.placement, self.has_moved) = (placement, true);
     }
 
     /// The shards whose state is on its way, those of the earliest version first: later versions need it.

@@ -151,6 +151,8 @@ pub struct Machine {
     pub(super) server: ServerId,
     /// The placement as of the newest decision.
     pub(super) placement: Placement,
+    /// The placement is another one than that which this server was opened with.
+    pub(super) has_moved: bool,
     /// Updates that wait for a shard's state or for its update of the step before.
     pub(super) held: Vec<(OwnedShard, Step)>,
     /// The last pause or resume since the version was decided.
@@ -194,6 +196,7 @@ impl Machine {
             owned,
             server,
             placement,
+            has_moved: false,
             held: Vec::new(),
             standing: None,
             scales: Vec::new(),
@@ -206,22 +209,26 @@ impl Machine {
 
     /// All weights are there. The job starts at version 0, or at a checkpoint's version.
     pub fn loaded(&mut self, record: Record) -> Result<(), Refusal> {
-        self.recovered(Record { standing: None, ..record })
+        self.recovered(Record { standing: None, placement: None, ..record })
     }
 
     /// Starts the job, as [`Machine::loaded`] does, from the record that its tier has kept.
     pub fn recovered(&mut self, record: Record) -> Result<(), Refusal> {
         self.check_loading()?;
         let version = record.version;
+        let placement = record.placement.clone();
         self.begin(vec![record]);
         self.shards.iter_mut().for_each(|shard| shard.version = version);
+        if let Some(placement) = placement {
+            self.recover_placement(placement);
+        }
         Ok(())
     }
 
     /// Starts from the last of these records, paused if the job was.
     pub(super) fn begin(&mut self, records: Vec<Record>) {
         self.phase = Phase::Training;
-        for Record { version, applied, commit, left_out, standing } in records {
+        for Record { version, applied, commit, left_out, standing, .. } in records {
             (self.version, self.applied, self.left_out) = (version, applied, left_out);
             let resumed_loss_scale = standing.as_ref().and_then(|standing| standing.loss_scale);
             self.commits.extend(commit.map(|commit| Decided { commit, applied, resumed_loss_scale }));

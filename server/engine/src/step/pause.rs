@@ -92,6 +92,7 @@ impl Machine {
     pub fn record(&self) -> Record {
         let commit = self.commits.back().map(|decided| decided.commit.clone());
         let (version, applied, standing) = (self.version, self.applied, self.standing.clone());
-        Record { version, applied, commit, left_out: self.filled_without().to_vec(), standing }
+        let placement = self.changed_placement();
+        Record { version, applied, commit, left_out: self.filled_without().to_vec(), standing, placement }
     }
 }

@@ -93,7 +93,7 @@ impl Header {
             Err(error) => return Err(io("read", &path)(error)),
         };
         if let Some(format) = Header::newer_format(&text) {
-            let fault = newer("header", format);
+            let fault = newer("header", format, FORMAT_VERSION);
             return Err(Fault { value: format!("{} ({})", path.display(), fault.value), ..fault });
         }
         let (header, body) = Header::decode(&text).map_err(|why| {

@@ -12,7 +12,9 @@ pub(super) const SECTOR: usize = 4096;
 pub(super) const RECORD_BYTES: usize = 4 * 1024 * 1024;
 const MAGIC: [u8; MAGIC_BYTES] = *b"LONGSREC";
 pub(super) const MAGIC_BYTES: usize = 8;
-const FORMAT: u32 = 1;
+pub(super) const FORMAT: u32 = 1;
+/// The format of a record of shards that moved: servers of earlier versions must not take it for one of all shards.
+pub(super) const MOVED: u32 = 2;
 const HEAD: usize = 32;
 
 #[derive(Debug)]
@@ -38,13 +40,17 @@ pub(super) fn crc64<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
 /// sector. The checksum covers every byte but itself, the padding too. Magic and format come first and stay
 /// there in every later format, so that any reader can tell the format.
 pub(super) fn encode(body: &impl Serialize) -> Result<Vec<u8>, String> {
+    encode_as(FORMAT, body)
+}
+
+pub(super) fn encode_as(format: u32, body: &impl Serialize) -> Result<Vec<u8>, String> {
     let json = serde_json::to_vec(body).map_err(|error| error.to_string())?;
     let mut frame = vec![0; (HEAD + json.len()).next_multiple_of(SECTOR)];
     if frame.len() > RECORD_BYTES {
         return Err(format!("{} bytes of record", frame.len()));
     }
     frame[..8].copy_from_slice(&MAGIC);
-    frame[8..12].copy_from_slice(&FORMAT.to_le_bytes());
+    frame[8..12].copy_from_slice(&format.to_le_bytes());
     frame[12..16].copy_from_slice(&(json.len() as u32).to_le_bytes());
     frame[HEAD..HEAD + json.len()].copy_from_slice(&json);
     let crc = checksum(&frame);
@@ -56,14 +62,17 @@ fn checksum(frame: &[u8]) -> u64 {
     crc64([&frame[..16], &frame[24..]])
 }
 
-/// Returns the frame as if its format were the known one: damage of the format's bytes is damage, and no newer format.
-fn known_format(frame: &[u8]) -> Vec<u8> {
-    [&frame[..8], &FORMAT.to_le_bytes(), &frame[12..]].concat()
+/// Returns true if a frame is whole but for its format: damage of the format's bytes is damage, and no newer format.
+fn is_whole_in_a_known_format(frame: &[u8]) -> bool {
+    [FORMAT, MOVED].iter().any(|format| {
+        let frame = [&frame[..8], &format.to_le_bytes(), &frame[12..]].concat();
+        frame[16..24] == checksum(&frame).to_le_bytes()
+    })
 }
 
 /// Returns the fault of state that a newer version of this program wrote.
-pub(super) fn newer(kind: &str, format: u32) -> Fault {
-    let limit = format!("of format {FORMAT} at most, as this version reads");
+pub(super) fn newer(kind: &str, format: u32, most: u32) -> Fault {
+    let limit = format!("of format {most} at most, as this version reads");
     let remedy = "start the newer version of longshored, which wrote it; nothing was changed or deleted";
     Fault::new(FaultKind::Precondition, FIELD, format!("a {kind} of format {format}"), limit, remedy)
 }
@@ -86,10 +95,10 @@ pub(super) fn decode<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
     let frame = area.get(..(HEAD + json).next_multiple_of(SECTOR));
     let is_whole = |frame: &[u8]| frame[16..24] == checksum(frame).to_le_bytes();
     match frame {
-        Some(frame) if is_whole(frame) && format == FORMAT => {}
+        Some(frame) if is_whole(frame) && (FORMAT..=MOVED).contains(&format) => {}
         // Only magic and format are the same in every format.
-        _ if format > FORMAT && !frame.is_some_and(|frame| is_whole(&known_format(frame))) => {
-            return Found::Refused(newer("record", format));
+        _ if format > MOVED && !frame.is_some_and(is_whole_in_a_known_format) => {
+            return Found::Refused(newer("record", format, MOVED));
         }
         None => return broken("bad length"),
         Some(_) => return broken("its checksum differs"),
@@ -121,7 +130,7 @@ mod tests {
         }
         assert!(matches!(decode::<Vec<u32>>(&vec![0; SECTOR]), Found::Blank));
         // Magic and format alone are known of a newer record.
-        frame[8] = 2;
+        frame[8] = 3;
         frame[12..].fill(0xAB);
         let Found::Refused(fault) = decode::<Vec<u32>>(&frame) else { panic!("a newer format is no damage") };
         assert!(fault.remedy.starts_with("start the newer version"), "{fault}");

@@ -51,6 +51,8 @@ pub(crate) struct Cluster {
     /// By server: messages about chunks that reached the drives.
     arrivals: Vec<Mutex<mpsc::Receiver<()>>>,
     pub(crate) incarnations: Vec<Incarnation>,
+    storages: Vec<Storage>,
+    compute: Arc<Compute>,
 }
 
 impl Cluster {
@@ -103,7 +105,8 @@ impl Cluster {
         let known = |rank: usize| jobs.iter().filter_map(|job| job.protocol.ranks()[rank].incarnation).max();
         let incarnations =
             (0..spec.world_size as usize).map(|rank| known(rank).unwrap_or_default()).collect();
-        Ok(Cluster { spec: spec.clone(), layout, placement, jobs, works, arrivals, incarnations })
+        let (spec, storages, compute) = (spec.clone(), vec![storage.clone(); servers], Arc::clone(compute));
+        Ok(Cluster { spec, layout, placement, jobs, works, arrivals, incarnations, storages, compute })
     }
 
     /// Opens, joins and loads a job on servers with two threads and the best instruction set.
@@ -320,16 +323,14 @@ impl Cluster {
     }
 
     /// Opens a server that has room for all shards, and owns none. The next commit names it.
-    pub(crate) fn add_server(&mut self, compute: &Arc<Compute>) -> String {
+    pub(crate) fn add_server(&mut self, storage: &Storage) -> String {
         let address = format!("server-{}:7070", self.jobs.len());
         let server = ServerId(self.jobs.len() as u32);
         let mut target = self.placement.clone();
         target.epoch.0 += 1;
         target.servers.push(address.clone());
         target.owners.fill(server);
-        let (budget, storage) = (Budget::new(1 << 32), Storage::default());
-        let (spec, observer) = (self.spec.clone(), Box::new(|| {}));
-        let job = Job::open(spec, target, server, &budget, &storage, Arc::clone(compute), observer).unwrap();
+        let job = self.open_one(target, server, storage);
         for (rank, incarnation) in self.incarnations.iter().enumerate() {
             assert_eq!(job.join(Rank(rank as u32), *incarnation), Ok(true));
         }
@@ -338,9 +339,25 @@ impl Cluster {
         let ranks = vec![None; self.incarnations.len()];
         job.begin(self.incarnations[0], self.placement.clone(), record, &ranks).unwrap();
         self.jobs.push(Arc::new(job));
+        self.storages.push(storage.clone());
         self.works.push(VecDeque::new());
         self.arrivals.push(Mutex::new(mpsc::channel().1));
         address
+    }
+
+    fn open_one(&self, placement: Placement, server: ServerId, storage: &Storage) -> Job {
+        let (budget, spec, observer) = (Budget::new(1 << 32), self.spec.clone(), Box::new(|| {}));
+        Job::open(spec, placement, server, &budget, storage, Arc::clone(&self.compute), observer).unwrap()
+    }
+
+    /// Opens the job again on a server whose process has ended.
+    pub(crate) fn restart(&mut self, server: usize) {
+        let job = self.jobs.remove(server);
+        let (placement, number) = (job.opened_with().clone(), job.server());
+        drop(Arc::into_inner(job).expect("the only user"));
+        let job = self.open_one(placement, number, &self.storages[server]);
+        self.works[server].clear();
+        self.jobs.insert(server, Arc::new(job));
     }
 
     /// Copies the first shard that a server awaits and another has ready. Returns false if there is none.
@@ -371,10 +388,7 @@ impl Cluster {
             while job.protocol.durable() < job.progress().version {
                 assert!(Instant::now() < deadline, "never durable");
                 job.protocol.settle(deadline)?;
-                job.statistics(
-                    self.placement.owned(ServerId(server as u32))[0],
-                    job.progress().version.next_step(),
-                )?;
+                job.protocol.check_alive()?;
                 std::thread::sleep(Duration::from_micros(100));
             }
         }

@@ -16,6 +16,8 @@ use crate::{access::JobArgs, output::Output, progress::Progress, servers::Server
 
 /// Pause between two looks at the servers.
 const LOOK: Duration = Duration::from_millis(250);
+/// Time for a server to recover the job.
+const RECOVERY: Duration = Duration::from_secs(60);
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -74,14 +76,25 @@ impl Seen {
 
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let (servers, job) = args.target.connect()?;
-    let seen = look(&servers, &job)?;
-    let members = seen.members();
-    let wanted = wanted(args, &members)?;
-    // Every server of the job keeps the wish, also one that --servers does not name.
-    let servers = Servers::connect(&members, &args.target.servers.access)?;
+    let begun = Instant::now();
     let asked_micros = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_micros() as u64);
-    let request = v1::ScaleRequest { job: job.clone(), servers: wanted.clone(), asked_micros };
-    servers.each(async |mut admin| admin.scale(request.clone()).await)?;
+    let (seen, wanted) = loop {
+        let seen = look(&servers, &job)?;
+        let members = seen.members();
+        let wanted = wanted(args, &members)?;
+        // Every server of the job keeps the wish, also one that --servers does not name.
+        let servers = Servers::connect(&members, &args.target.servers.access)?;
+        let request = v1::ScaleRequest { job: job.clone(), servers: wanted.clone(), asked_micros };
+        let told = servers.each(async |mut admin| admin.scale(request.clone()).await);
+        let Err(refused) = told else { break (seen, wanted) };
+        // A server that is leaving the job may have left it since the look.
+        let fault = refused.downcast_ref::<Fault>();
+        let has_left = fault.is_some_and(|fault| fault.kind == FaultKind::NotFound && fault.field == "job");
+        if !has_left || begun.elapsed() > RECOVERY {
+            return Err(refused);
+        }
+        thread::sleep(LOOK);
+    };
     if !args.wait {
         let trained = seen.has_rank_0();
         out.result(
@@ -150,23 +163,30 @@ fn wait(args: &Args, job: &str, (wanted, asked_micros): (&[String], u64), out: O
     }
 }
 
-/// Asks the servers that answer for the newest placement.
+/// Asks the servers that answer for the newest placement. Waits for those that recover the job, unless another knows.
 fn look(servers: &Servers, job: &str) -> anyhow::Result<Seen> {
     let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
-    let answers = servers.answers(async |admin| whole(admin, request.clone()).await);
-    let mut refused = None;
-    let mut found = Vec::new();
-    for (address, answer) in answers {
-        match answer {
-            Ok(answer) => found.push(answer),
-            Err(fault) => refused = Some((address, fault)),
+    let begun = Instant::now();
+    let mut found = loop {
+        let answers = servers.answers(async |admin| whole(admin, request.clone()).await);
+        let (found, refused): (Vec<_>, Vec<_>) = answers.into_iter().partition(|(_, answer)| answer.is_ok());
+        let recovers = |(_, answer): &(String, Result<_, Fault>)| {
+            answer.as_ref().is_err_and(|fault: &Fault| fault.kind == FaultKind::Unavailable)
+        };
+        if found.is_empty() && refused.iter().any(recovers) && begun.elapsed() < RECOVERY {
+            thread::sleep(LOOK);
+            continue;
         }
-    }
-    let newest = |answer: &&v1::DescribeResponse| answer.placement.as_ref().map_or(0, |of| of.epoch);
-    let Some(answer) = found.iter().max_by_key(newest) else {
-        let (address, fault) = refused.context("no server was named")?;
-        return Err(fault).context(address);
+        if let (true, Some((address, Err(fault)))) = (found.is_empty(), refused.into_iter().next()) {
+            return Err(fault).context(address);
+        }
+        break found.into_iter().filter_map(|(_, answer)| answer.ok()).collect::<Vec<_>>();
     };
+    let newest = |answer: &&v1::DescribeResponse| {
+        let version = answer.progress.as_ref().map_or(0, |progress| progress.version);
+        (version, answer.placement.as_ref().map_or(0, |of| of.epoch))
+    };
+    let answer = found.iter().max_by_key(newest).context("no server was named")?;
     let placement = Placement::from_wire(answer.placement.clone())?;
     // Servers that have left the job say nothing of it any more.
     let is_member = |answer: &v1::DescribeResponse| placement.members().any(|of| of.0 == answer.server);

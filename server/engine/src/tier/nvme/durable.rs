@@ -17,13 +17,12 @@ use super::{
     super::{
         fault::{internal, io},
         folder::Watch,
-        record::{SECTOR, crc64, encode},
+        record::{FORMAT, MOVED, SECTOR, crc64, encode_as},
     },
-    pager::ShardPager,
-    plan::{FilePlan, RECORD_COPIES, Slots},
+    pager::{BlockChecksums, ShardPager},
+    plan::{FilePlan, IMAGE_SLOTS, RECORD_COPIES, STATE_SLOTS, Slots},
 };
 use crate::{
-    ids::OwnedShard,
     io::{Direction, Disk, Part, transfer},
     lock,
     memory::Region,
@@ -41,6 +40,20 @@ pub(super) struct StoredRecord {
     /// By file.
     pub(super) roots: Vec<Roots>,
     pub(super) record: Record,
+    /// Shards that moved a moment ago.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) apart: Vec<Apart>,
+}
+
+/// A shard whose state no table covers, since this server did not update it in the version's step.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Apart {
+    /// Its index among the owned shards.
+    pub(super) owned: usize,
+    /// The slot of its state. None: another server has the state.
+    pub(super) slot: Option<u8>,
+    /// By block.
+    pub(super) checksums: Vec<u64>,
 }
 
 /// The CRC-64 of the checksum tables of the slots that hold the version.
@@ -51,8 +64,17 @@ pub(super) struct Roots {
     pub(super) older_image: u64,
 }
 
+/// The CRC-64 of each table as it lies in a file, by slot.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Tables {
+    pub(super) state: [u64; STATE_SLOTS as usize],
+    pub(super) image: [u64; IMAGE_SLOTS as usize],
+}
+
 pub(super) struct VersionWriter {
     pub(super) pager: Arc<ShardPager>,
+    /// By file.
+    pub(super) tables: Mutex<Vec<Tables>>,
     pub(super) store: u64,
     pub(super) epoch: Mutex<u64>,
     /// By file: a buffer for one table or record.
@@ -103,9 +125,13 @@ impl VersionWriter {
     /// one before does.
     pub(super) fn make_durable(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
         let skipped = !first && record.is_skipped();
-        let written = self.pager.wait_for_writes().and_then(|()| {
-            if !skipped {
-                self.each_file(|file| self.write_tables(file, slots, first))?;
+        // A step that is skipped writes no state, but for shards that were fetched for it.
+        let written = self.pager.write_fetched(record, slots).and_then(|fetched| {
+            self.pager.wait_for_writes()?;
+            match skipped {
+                false => self.each_file(|file| self.write_tables(file, slots, first))?,
+                true if fetched => self.each_file(|file| self.flush(file))?,
+                true => {}
             }
             self.publish(record, slots, false)
         });
@@ -125,8 +151,10 @@ impl VersionWriter {
             slots,
             roots,
             record: record.clone(),
+            apart: self.pager.apart(record, slots),
         };
-        let frame = encode(&stored).map_err(|why| internal(why, "encodable"))?;
+        let format = if record.placement.is_some() { MOVED } else { FORMAT };
+        let frame = encode_as(format, &stored).map_err(|why| internal(why, "encodable"))?;
         let parity = (record.version.0 % 2) as usize;
         let copies = if again { 1 } else { RECORD_COPIES };
         self.each_file(|file| self.write_records(file, parity, &frame, copies))?;
@@ -158,11 +186,15 @@ impl VersionWriter {
 
     fn write_tables(&self, file: usize, slots: Slots, first: bool) -> Result<(), Fault> {
         let plan = &self.pager.plan.files[file];
-        self.put(file, &[plan.state_table_at(slots.state)], &self.state_table(file))?;
+        let table = self.table(file, |checksums| &checksums.state);
+        self.put(file, &[plan.state_table_at(slots.state)], &table)?;
+        lock(&self.tables)[file].state[slots.state as usize] = crc64([&*table]);
         if self.pager.plan.images {
             let older = slots.older_image.filter(|_| first);
             for slot in [Some(slots.image), older].into_iter().flatten() {
-                self.put(file, &[plan.image_table_at(slot)], &self.image_table(file, slot))?;
+                let table = self.table(file, |checksums| &checksums.images[slot as usize]);
+                self.put(file, &[plan.image_table_at(slot)], &table)?;
+                lock(&self.tables)[file].image[slot as usize] = crc64([&*table]);
             }
         }
         self.flush(file)
@@ -198,30 +230,21 @@ impl VersionWriter {
         .map_err(io("write", disk.path()))
     }
 
-    fn table<'a>(&self, file: usize, cells: impl Fn(OwnedShard) -> &'a [AtomicU64]) -> Vec<u8> {
+    fn table(&self, file: usize, cells: impl Fn(&BlockChecksums) -> &Vec<AtomicU64>) -> Vec<u8> {
         let owned = self.pager.plan.files[file].owned.iter();
-        let checksums = owned.flat_map(|&owned| cells(owned).iter());
+        let checksums = owned.flat_map(|&owned| cells(&self.pager.checksums[owned.index()]));
         checksums.flat_map(|checksum| checksum.load(Ordering::Relaxed).to_le_bytes()).collect()
     }
 
-    fn state_table(&self, file: usize) -> Vec<u8> {
-        self.table(file, |owned| &self.pager.checksums[owned.index()].state)
-    }
-
-    fn image_table(&self, file: usize, slot: u8) -> Vec<u8> {
-        self.table(file, |owned| &self.pager.checksums[owned.index()].images[slot as usize])
-    }
-
+    /// The checksums of a version's tables as they were written. A shard that is fetched meanwhile changes none.
     fn roots(&self, file: usize, slots: Slots) -> Roots {
-        let images = self.pager.plan.images;
-        let image = |slot: Option<u8>| {
-            let slot = slot.filter(|_| images);
-            slot.map_or(0, |slot| crc64([&*self.image_table(file, slot)]))
-        };
+        let Tables { state, image } = lock(&self.tables)[file];
+        let is_stored = self.pager.plan.images;
+        let of_image = |slot: Option<u8>| slot.filter(|_| is_stored).map_or(0, |slot| image[slot as usize]);
         Roots {
-            state: crc64([&*self.state_table(file)]),
-            image: image(Some(slots.image)),
-            older_image: image(slots.older_image),
+            state: state[slots.state as usize],
+            image: of_image(Some(slots.image)),
+            older_image: of_image(slots.older_image),
         }
     }
 }

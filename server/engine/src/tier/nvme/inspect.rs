@@ -11,7 +11,7 @@ use super::{
         inspect::{Report, VersionReport},
         record::{SECTOR, crc64},
     },
-    durable::{StoredRecord, get},
+    durable::{Apart, StoredRecord, get},
     plan::{FilePlan, StorePlan},
     recover::{Records, read_table},
 };
@@ -70,8 +70,20 @@ pub(super) fn check_version(
     check.table(
         (files.state_table_at(slots.state), roots.state),
         &format!("slot {}", slots.state),
-        |check, owned, block| check.state_block(owned, slots.state, block).map(Some),
+        |check, owned, block| match stored.apart.iter().any(|apart| apart.owned == owned.index()) {
+            true => Ok(None),
+            false => check.state_block(owned, slots.state, block).map(Some),
+        },
     )?;
+    for Apart { owned, slot, checksums } in &stored.apart {
+        let (owned, Some(slot)) = (OwnedShard(*owned), *slot) else { continue };
+        if files.owned.contains(&owned) {
+            for (block, &expected) in checksums.iter().enumerate() {
+                let found = check.state_block(owned, slot, block)?;
+                check.compare((owned, block), &format!("slot {slot}"), (found, expected));
+            }
+        }
+    }
     if plan.images {
         for (slot, root) in [(Some(slots.image), roots.image), (slots.older_image, roots.older_image)] {
             let Some(slot) = slot else { continue };
@@ -114,19 +126,23 @@ impl Check<'_> {
             {
                 let found = read(self, owned, block)?;
                 if found.is_none() {
-                    continue; // a frozen shard has no image
+                    continue; // an image of a frozen shard, or a shard that lies apart
                 }
-                self.report.blocks += 1;
-                if let Some(found) = found.filter(|found| *found != expected) {
-                    let shard: ShardId = self.plan.shards[owned.index()].shard;
-                    let path = self.disk.path().display();
-                    self.report.damaged.push(format!(
-                        "{path} ({what} of {shard}, block {block} of it: CRC-64 {found:016x}, not {expected:016x})"
-                    ));
-                }
+                self.compare((owned, block), what, (found.unwrap_or_default(), expected));
             }
         }
         Ok(())
+    }
+
+    fn compare(&mut self, (owned, block): (OwnedShard, usize), what: &str, (found, expected): (u64, u64)) {
+        self.report.blocks += 1;
+        if found != expected {
+            let shard: ShardId = self.plan.shards[owned.index()].shard;
+            let path = self.disk.path().display();
+            self.report.damaged.push(format!(
+                "{path} ({what} of {shard}, block {block} of it: CRC-64 {found:016x}, not {expected:016x})"
+            ));
+        }
     }
 
     fn state_block(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<u64, Fault> {

@@ -202,14 +202,22 @@ impl Tier for NvmeTier {
         }
     }
 
+    fn release(&self, owned: OwnedShard) {
+        self.pager.release(owned);
+    }
+
     fn update(
         &self,
         owned: OwnedShard,
         version: Version,
         update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
-        let before = self.pager.lock().durable.map(Version::next_step);
-        if before.is_some_and(|step| step.version() != version) {
+        let (durable, finished) = {
+            let state = self.pager.lock();
+            (state.durable, state.version())
+        };
+        let is_next = |before: Version| before.next_step().version() == version;
+        if !durable.is_none_or(is_next) || !is_next(finished) {
             return Err(internal(version, "the one after the durable version"));
         }
         let mut held = self.pager.take(owned)?;
@@ -238,7 +246,8 @@ impl Tier for NvmeTier {
 
 impl Durable for NvmeTier {
     fn start(&self, record: &Record, _older_images: bool) -> Result<(), Fault> {
-        self.pager.write_loaded().map_err(|fault| self.pager.fail(fault))?;
+        let may_lack = record.placement.is_some();
+        self.pager.write_loaded(may_lack).map_err(|fault| self.pager.fail(fault))?;
         let slots = self.pager.lock().slots;
         self.writer.make_durable(record, slots, true)?;
         self.pager.advance(slots, record.version);
@@ -294,7 +303,13 @@ impl WriteBehind for NvmeTier {
     }
 
     fn finish(&self, record: &Record) -> Result<(), Fault> {
-        let before = self.pager.lock().slots;
+        let before = {
+            let state = self.pager.lock();
+            if record.version != state.version().next_step().version() {
+                return Err(internal(record.version, "the one after the last that was finished"));
+            }
+            state.slots
+        };
         let slots = if record.is_skipped() { before.skipped() } else { before.updated() };
         self.pager.advance(slots, record.version);
         self.writer_thread.send(record.clone(), slots);

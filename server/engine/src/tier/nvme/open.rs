@@ -17,7 +17,7 @@ use super::{
         stored::{finish_job, remove_all, said},
     },
     NvmeTier, Recovery,
-    durable::{Roots, StoredRecord, VersionWriter, WriterThread},
+    durable::{Roots, StoredRecord, Tables, VersionWriter, WriterThread},
     gradients::{self, GradientFiles},
     pager::{BlockChecksums, ShardPager},
     parts::{PART_BYTES, ReadWindow},
@@ -178,10 +178,11 @@ impl NvmeTier {
         let watch = Watch::over(folders.iter().map(|folder| &*folder.path), &watched);
         let StoreMemory { buffers, resident, meta } = memory;
         let reads = Arc::new(ReadWindow::allocate(plan.pulled_parts(PART_BYTES)).map_err(exhausted)?);
-        let pager = Arc::new(ShardPager::new(plan, disks, buffers, resident, notify));
+        let pager = Arc::new(ShardPager::new(plan, inputs.server, disks, buffers, resident, notify));
         let meta = meta.into_iter().map(|region| Mutex::new(Some(region))).collect();
-        let writer =
-            Arc::new(VersionWriter { pager: Arc::clone(&pager), store, epoch: Mutex::new(1), meta, watch });
+        let tables = Mutex::new(vec![Tables::default(); pager.disks.len()]);
+        let (writes, epoch) = (Arc::clone(&pager), Mutex::new(1));
+        let writer = Arc::new(VersionWriter { pager: writes, tables, store, epoch, meta, watch });
         let writer_thread = WriterThread::start(Arc::clone(&writer)).map_err(|error| {
             Fault::new(FaultKind::Exhausted, "thread", error, "started", "raise the process limit")
         })?;
@@ -193,7 +194,7 @@ impl NvmeTier {
     fn find(&self, storage: &Storage) -> Result<Option<Record>, Fault> {
         let records = self.records()?;
         let Some(stored) = records.choose(storage.at_most)? else { return Ok(None) };
-        let StoredRecord { slots, roots, record, epoch, .. } = stored.clone();
+        let StoredRecord { slots, roots, record, epoch, apart, .. } = stored.clone();
         let previous = records.valid.keys().copied().rfind(|version| *version < record.version);
         for (file, roots) in roots.iter().enumerate() {
             self.load_tables(file, slots, roots)
@@ -203,7 +204,7 @@ impl NvmeTier {
         let newer = records.valid.keys().copied().filter(|version| *version > record.version).collect();
         let recovery = Recovery { record: record.clone(), slots, previous, newer };
         *crate::lock(&self.recovery) = Some(recovery);
-        self.pager.recovered(slots, record.version)?;
+        self.pager.recovered(slots, record.version, &apart)?;
         Ok(Some(record))
     }
 
@@ -216,10 +217,12 @@ impl NvmeTier {
     fn load_tables(&self, file: usize, slots: Slots, roots: &Roots) -> Result<(), Fault> {
         let plan = &self.pager.plan.files[file];
         let at = (plan.state_table_at(slots.state), roots.state);
+        crate::lock(&self.writer.tables)[file].state[slots.state as usize] = roots.state;
         self.load_table(file, at, &format!("slot {}", slots.state), |checksums| &checksums.state)?;
         let images = [(Some(slots.image), roots.image), (slots.older_image, roots.older_image)];
         for (slot, root) in images.into_iter().filter(|_| self.pager.plan.images) {
             let Some(slot) = slot else { continue };
+            crate::lock(&self.writer.tables)[file].image[slot as usize] = root;
             let at = (plan.image_table_at(slot), root);
             let what = format!("image slot {slot}");
             self.load_table(file, at, &what, |checksums| &checksums.images[slot as usize])?;

@@ -9,14 +9,15 @@ use std::{
     time::Instant,
 };
 
-use longshore_proto::{Fault, FaultKind, Version};
+use longshore_proto::{Fault, FaultKind, ServerId, Version};
 
 use super::{
     super::{
         contract::Taken,
-        fault::{FIELD, internal, io},
+        fault::{FIELD, corrupt, internal, io},
     },
     debts::Debts,
+    durable::Apart,
     plan::{IMAGE_SLOTS, Slots, StorePlan},
 };
 use crate::{
@@ -24,10 +25,15 @@ use crate::{
     io::{Direction, Disk, Part, Request},
     lock,
     memory::Region,
+    record::Record,
 };
+
+const LOST: &str =
+    "see the host's memory and drives, and start the server again: it goes on from the version before";
 
 pub(super) struct ShardPager {
     pub(super) plan: StorePlan,
+    server: ServerId,
     pub(super) disks: Vec<Arc<dyn Disk>>,
     pub(super) checksums: Vec<BlockChecksums>,
     /// Bytes handed to the drives to write.
@@ -73,6 +79,8 @@ struct Entry {
     slot: u8,
     /// The shard was never loaded: its state is zeros, and nothing is on disk.
     blank: bool,
+    /// Its checksums belong to the table of its slot. False for a shard that was fetched and not updated since.
+    tabled: bool,
     /// Time of the last use; larger is later.
     used: u64,
 }
@@ -98,6 +106,7 @@ pub(super) struct Held {
 impl ShardPager {
     pub(super) fn new(
         plan: StorePlan,
+        server: ServerId,
         disks: Vec<Arc<dyn Disk>>,
         free: Vec<Region>,
         resident: Vec<Option<Region>>,
@@ -111,8 +120,14 @@ impl ShardPager {
         let checksums = checksums.collect();
         let is_resident = resident.iter().map(Option::is_some).collect();
         let entries = resident.into_iter().map(|region| {
-            let held = |region| Holding::Ready(Held { region, checked: true, dirty: true });
-            Entry { holding: region.map_or(Holding::Disk, held), slot: 0, blank: true, used: 0 }
+            let held = |region| Holding::Ready(Held { region, checked: true, dirty: false });
+            Entry {
+                holding: region.map_or(Holding::Disk, held),
+                slot: 0,
+                blank: true,
+                tabled: false,
+                used: 0,
+            }
         });
         let buffers = free.len();
         let state = PagerState {
@@ -130,6 +145,7 @@ impl ShardPager {
         };
         ShardPager {
             plan,
+            server,
             disks,
             checksums,
             written: AtomicU64::new(0),
@@ -247,7 +263,7 @@ impl ShardPager {
                         if blank {
                             region.bytes_mut().fill(0);
                             state.entries[owned.index()].holding = Holding::Busy;
-                            return Ok(Held { region, checked: true, dirty: true });
+                            return Ok(Held { region, checked: true, dirty: false });
                         }
                         self.read(&mut state, owned, region);
                     }
@@ -281,14 +297,30 @@ impl ShardPager {
         self.changed.notify_all();
     }
 
-    /// Begins with every shard in this slot, as in a recovered store. The resident shards are read first of all.
-    pub(super) fn recovered(self: &Arc<Self>, slots: Slots, version: Version) -> Result<(), Fault> {
+    /// Begins with every shard in this slot, as in a recovered store, but for those that lie apart. The resident shards
+    /// are read first of all.
+    pub(super) fn recovered(
+        self: &Arc<Self>,
+        slots: Slots,
+        version: Version,
+        apart: &[Apart],
+    ) -> Result<(), Fault> {
         let mut state = self.lock();
         (state.slots, state.version) = (slots, version);
         for entry in &mut state.entries {
-            (entry.slot, entry.blank) = (slots.state, false);
+            (entry.slot, entry.blank, entry.tabled) = (slots.state, false, true);
         }
-        for owned in OwnedShards::all(self.resident.len()).filter(|&owned| self.resident[owned.index()]) {
+        for Apart { owned, slot, checksums } in apart {
+            let Some(entry) = state.entries.get_mut(*owned) else { continue };
+            (entry.slot, entry.blank, entry.tabled) = (slot.unwrap_or_default(), slot.is_none(), false);
+            let cells = self.checksums[*owned].state.iter().zip(checksums);
+            cells.for_each(|(cell, &checksum)| cell.store(checksum, Ordering::Relaxed));
+        }
+        let is_read = |owned: &OwnedShard| self.resident[owned.index()];
+        for owned in OwnedShards::all(self.resident.len()).filter(is_read) {
+            if state.entries[owned.index()].blank {
+                continue;
+            }
             let holding = mem::replace(&mut state.entries[owned.index()].holding, Holding::Disk);
             if let Holding::Ready(held) = holding {
                 self.read(&mut state, owned, held.region);
@@ -423,6 +455,7 @@ impl ShardPager {
             parts.push(self.plan.image_part(owned, target.image));
         }
         self.submit_write(&mut state, owned, target.state, parts, held.region);
+        state.entries[owned.index()].tabled = true;
         self.read_ahead(&mut state);
         drop(state);
         self.changed.notify_all();
@@ -440,6 +473,7 @@ impl ShardPager {
             checksum.store(self.plan.checksum(owned, bytes, block), Ordering::Relaxed);
         }
         let slot = state.entries[owned.index()].slot;
+        state.entries[owned.index()].tabled = false;
         self.submit_write(state, owned, slot, vec![self.plan.state_part(owned, slot)], held.region);
     }
 
@@ -500,20 +534,95 @@ impl ShardPager {
         Fault { value: format!("{} of {}", fault.value, place.shard), ..fault }
     }
 
-    /// Writes all loaded shards and waits for the writes.
-    pub(super) fn write_loaded(self: &Arc<Self>) -> Result<(), Fault> {
+    /// Writes all loaded shards and waits for the writes. With `may_lack` shards may be blank, which other servers have.
+    pub(super) fn write_loaded(self: &Arc<Self>, may_lack: bool) -> Result<(), Fault> {
         for owned in OwnedShards::all(self.plan.shards.len()) {
             let mut state = self.lock();
             state.check()?;
             if let Holding::Ready(held) = &state.entries[owned.index()].holding
                 && held.dirty
+                && !(may_lack && state.entries[owned.index()].blank)
             {
                 self.write_dirty(&mut state, owned);
-            } else if state.entries[owned.index()].blank {
+            } else if state.entries[owned.index()].blank && !may_lack {
                 return Err(internal(self.plan.shards[owned.index()].shard, "loaded before the start"));
             }
         }
-        self.wait_for_writes()
+        self.wait_for_writes()?;
+        self.lock().entries.iter_mut().for_each(|entry| entry.tabled = !entry.blank);
+        Ok(())
+    }
+
+    /// Starts writing the shards that were fetched since the last version, and that this version has unchanged. Returns
+    /// true if there are such.
+    pub(super) fn write_fetched(self: &Arc<Self>, record: &Record, slots: Slots) -> Result<bool, Fault> {
+        let is_fetched = |state: &PagerState, owned: OwnedShard| {
+            let (entry, place) = (&state.entries[owned.index()], &self.plan.shards[owned.index()]);
+            let is_dirty = matches!(&entry.holding, Holding::Ready(held) if held.dirty);
+            !entry.blank
+                && (is_dirty || !entry.tabled && entry.slot != slots.state && !place.frozen)
+                && record.version_of(place.shard, self.server) == Some(record.version)
+        };
+        let all = OwnedShards::all(self.plan.shards.len());
+        let fetched: Vec<OwnedShard> = {
+            let state = self.lock();
+            all.filter(|&owned| is_fetched(&state, owned)).collect()
+        };
+        for &owned in &fetched {
+            let mut held = self.take(owned)?;
+            let bytes = &held.region.bytes()[..self.plan.shards[owned.index()].state_bytes];
+            let differs = |(block, cell): (usize, &AtomicU64)| {
+                self.plan.checksum(owned, bytes, block) != cell.load(Ordering::Relaxed)
+            };
+            if !held.checked && self.checksums[owned.index()].state.iter().enumerate().any(differs) {
+                let shard = self.plan.shards[owned.index()].shard;
+                return Err(corrupt(format!("{shard}, as it was fetched"), "as it was written", LOST));
+            }
+            (held.checked, held.dirty) = (true, true);
+            self.keep(owned, held);
+            let mut state = self.lock();
+            // The next update writes the other slot.
+            state.entries[owned.index()].slot = slots.state;
+            self.write_dirty(&mut state, owned);
+        }
+        Ok(!fetched.is_empty())
+    }
+
+    /// The shards of a version whose state lies elsewhere than in its slot, or on another server.
+    pub(super) fn apart(&self, record: &Record, slots: Slots) -> Vec<Apart> {
+        let state = self.lock();
+        let apart = |(index, entry): (usize, &Entry)| {
+            let place = &self.plan.shards[index];
+            let is_here = !entry.blank && record.version_of(place.shard, self.server).is_some();
+            if is_here && entry.tabled && (place.frozen || entry.slot == slots.state) {
+                return None;
+            }
+            let cells = self.checksums[index].state.iter().filter(|_| is_here);
+            let checksums = cells.map(|cell| cell.load(Ordering::Relaxed)).collect();
+            Some(Apart { owned: index, slot: is_here.then_some(entry.slot), checksums })
+        };
+        state.entries.iter().enumerate().filter_map(apart).collect()
+    }
+
+    /// Forgets a shard that another server has.
+    pub(super) fn release(self: &Arc<Self>, owned: OwnedShard) {
+        let freed = self.until(|state| {
+            let entry = &mut state.entries[owned.index()];
+            if matches!(entry.holding, Holding::Reading | Holding::Writing | Holding::Busy) {
+                return false;
+            }
+            (entry.blank, entry.tabled) = (true, false);
+            if !self.resident[owned.index()]
+                && let Holding::Ready(held) = mem::replace(&mut entry.holding, Holding::Disk)
+            {
+                state.free.push(held.region);
+            }
+            true
+        });
+        if let Err(fault) = freed {
+            tracing::debug!(%fault, "a shard that was handed over is not freed");
+        }
+        self.changed.notify_all();
     }
 
     /// Waits until no transfer is in flight, failed or not.
@@ -536,6 +645,10 @@ impl PagerState {
             older if older + 1 == self.version.0 => self.slots.older_image,
             _ => None,
         }
+    }
+
+    pub(super) fn version(&self) -> Version {
+        self.version
     }
 
     pub(super) fn check(&self) -> Result<(), Fault> {
