@@ -233,13 +233,18 @@ impl Cluster {
             2 => {
                 sim.note(process, || "is stopped, and a successor starts".into());
                 sim.stop(process, true);
+                let known = || lock(&self.servers)[server].incarnation(rank);
+                let before = known();
                 self.start_rank(rank);
-                sim.sleep(short).await;
-                // What a server knows of both processes must outlive it.
+                // Both processes must be known after a restart of the server.
                 if self.has_drives() && sim.one_in(2) {
+                    let end = sim.now() + short;
+                    while known() == before && sim.now() < end {
+                        sim.sleep(Duration::from_millis(1)).await;
+                    }
                     self.restart_server(server, short / 4).await;
                 }
-                sim.sleep(short).await;
+                sim.sleep(short * 2).await;
                 sim.note(process, || "goes on".into());
                 sim.stop(process, false);
             }

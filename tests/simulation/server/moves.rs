@@ -9,7 +9,8 @@ use longshore_engine::{
     step::Awaited,
 };
 use longshore_proto::{
-    Commit, Epoch, Fault, FaultKind, Placement, Rank, ServerId, ShardId, Version, checksum::crc32,
+    Commit, Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ServerId, ShardId, Version,
+    checksum::crc32,
 };
 use longshore_wire::{
     self as wire, Wire, fault_from_status,
@@ -47,6 +48,11 @@ impl Server {
         let instance = self.instance();
         let machine = &instance.as_ref()?.machine;
         machine.check_not_loading().is_ok().then(|| (machine.version(), machine.placement().clone()))
+    }
+
+    /// The newest process of a rank that has joined or fenced here.
+    pub(crate) fn incarnation(&self, rank: usize) -> Option<Incarnation> {
+        self.instance().as_ref()?.machine.incarnation(Rank(rank as u32))
     }
 
     pub(super) fn open(self: &Arc<Self>, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {

@@ -124,7 +124,7 @@ impl Cluster {
             FaultKind::NotFound if fault.field == "version" && call == "Pull" => {
                 Outdated { server, job, fault }.into()
             }
-            // More commits were made than a server keeps: other processes trained meanwhile.
+            // The server keeps only the newest commits: other processes trained meanwhile.
             FaultKind::NotFound if fault.field == "after_step" => Outdated { server, job, fault }.into(),
             _ => CallFailed { server, job, call, step, fault }.into(),
         }

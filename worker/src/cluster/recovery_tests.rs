@@ -1,13 +1,16 @@
 //! Waits that may outlast a deadline: a server that recovers the job is alive for as long as that takes, and an
 //! operator may pause the job.
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use longshore_proto::{FaultKind, ServerId};
 
 use super::{
     call,
-    fake_for_tests::{Answer, DEADLINE, Says, cluster, says},
+    fake_for_tests::{Answer, DEADLINE, cluster, says},
     *,
 };
 use crate::{
@@ -15,18 +18,22 @@ use crate::{
     host::{self, Instant},
 };
 
-/// A server that recovers the job for the time `lasts`, and then misses a version.
-fn recovering(lasts: Duration) -> Vec<Says> {
-    let since = Instant::now();
-    vec![says(move |_| match since.elapsed() < lasts {
-        true => Answer::recovering(),
-        false => Answer::fault(FaultKind::NotFound, "version"),
-    })]
+/// A connected server that recovers the job for the time `lasts`, and then misses a version.
+fn recovering(lasts: Duration) -> (Cluster, tokio::runtime::Runtime) {
+    let began = Arc::new(OnceLock::<Instant>::new());
+    let since = Arc::clone(&began);
+    let connected = cluster(vec![says(move |_| match since.get().map(|since| since.elapsed()) {
+        None => Answer::fault(FaultKind::NotFound, "job"),
+        Some(time) if time < lasts => Answer::recovering(),
+        Some(_) => Answer::fault(FaultKind::NotFound, "version"),
+    })]);
+    began.set(Instant::now()).expect("the only start");
+    connected
 }
 
 #[test]
 fn a_call_is_made_again_until_the_job_is_recovered() {
-    let (cluster, _runtime) = cluster(recovering(DEADLINE * 6));
+    let (cluster, _runtime) = recovering(DEADLINE * 6);
     let asked = cluster.runtime.block_on(cluster.describe(ServerId(0), false, DEADLINE));
     let Err(Error::Call(failed)) = asked else { panic!("{asked:?}") };
     assert_eq!(failed.fault.kind, FaultKind::NotFound, "{failed}");
@@ -34,7 +41,7 @@ fn a_call_is_made_again_until_the_job_is_recovered() {
 
 #[test]
 fn a_wait_outlasts_the_deadline_while_a_server_recovers_the_job() {
-    let (cluster, _runtime) = cluster(recovering(Duration::from_secs(60)));
+    let (cluster, _runtime) = recovering(Duration::from_secs(60));
     let comes = async { host::sleep(Duration::from_secs(5)).await };
     let waited = async { Ok(cluster.patiently(comes).await) };
     match cluster.runtime.block_on(waited).unwrap() {

@@ -118,7 +118,9 @@ impl Lane {
                 Err(Error::StateLost(_)) if !rank.has_trained() => {}
                 // `recover` called the server for as long as a push may wait, so the error is a push's, with its
                 // step.
-                Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {
+                Err(Error::Call(failed))
+                    if matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline) =>
+                {
                     let step = Some(Step(retained.newest()));
                     return cluster.waits.fail(cluster.explain(server, "Push", step, failed.fault));
                 }
