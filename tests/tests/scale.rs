@@ -101,6 +101,20 @@ fn a_server_without_room_holds_up_no_step() {
     assert_eq!(running.finish().end.state_hash, expected);
 }
 
+/// A job that cannot move says so, and leaves nothing on the server that was asked for.
+#[test]
+fn a_delayed_job_on_drives_stays_where_it_is() {
+    let home = TempDir::new().unwrap();
+    let servers = server::servers(2, &ServerOptions::new().state_root(home.path()));
+    let train = Train::new(STEPS).args(["--tier", "nvme", "--delay", "1"]).allow("cannot be changed yet");
+    let mut running = train.servers(&server::addresses(&servers[..1])).start();
+    running.until_step(3);
+    let refused = scale(&servers[..1], &[&servers[1]], &["--wait", "--patience", "1"]);
+    assert!(refused.code == 1 && refused.stderr.contains("without a delay"), "{refused:?}");
+    assert!(status(&server::addresses(&servers[1..])).is_empty(), "nothing was opened");
+    running.finish();
+}
+
 /// Servers of tier nvme die at any moment of a change, and come back. Some die with rank 0.
 #[test]
 fn servers_on_drives_are_killed_while_servers_come_and_go() {

@@ -25,7 +25,7 @@ use std::{
 
 use longshore_engine::{
     admission::{Budget, Need},
-    job::Compute,
+    job::{Compute, check_may_move},
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
 use longshore_proto::{Epoch, Fault, FaultKind, JobName, ServerId, fault::DELETED};
@@ -312,6 +312,9 @@ impl Jobs {
         wanted: StoredJob,
         is_new: bool,
     ) -> Result<(bool, Arc<JobHandle>), Fault> {
+        if wanted.placement.epoch > Epoch(1) {
+            check_may_move(&wanted.spec, &self.storage)?;
+        }
         let turn = self.turns.take(&wanted.spec.name).await?;
         blocking(move || self.open_now(wanted, is_new, &turn)).await
     }

@@ -9,11 +9,11 @@ use futures_util::future::join_all;
 use longshore_proto::{
     Epoch, Fault, FaultKind, Placement, PlacementChange, ServerId, ShardId, Step, Version,
 };
-use longshore_wire::{Wire, v1::DescribeRequest};
+use longshore_wire::{Wire, fault_from_status, v1::DescribeRequest};
 use tokio::sync::Notify;
 use tonic::{Code, Status};
 
-use super::{Backoff, Cluster, Peer, peer::whole};
+use super::{Backoff, Cluster, Peer, call::recovers, peer::whole};
 use crate::{
     error::{Outdated, Result, StateLost},
     host::{self, Instant},
@@ -151,7 +151,7 @@ impl Cluster {
     /// The caller has opened no lanes yet.
     pub(crate) async fn meet_members(&self) -> Result<bool> {
         let peers: Vec<Peer> = self.servers().map(|server| self.peers[server].clone()).collect();
-        let found = discover(self.job().as_str(), &peers, Instant::now()).await;
+        let found = discover(self.job().as_str(), &peers, (Instant::now(), Instant::now())).await;
         let Some((placement, _)) = found else { return Ok(false) };
         let new = self.not_joined(&placement);
         for (server, address) in &new {
@@ -198,16 +198,19 @@ impl Cluster {
 }
 
 /// Returns the placement of a job whose servers have changed, as the server that is farthest says, and the number by
-/// which each peer takes part in it. Waits until `end` for servers that recover the job, unless another one knows.
+/// which each peer takes part in it. Unless another one knows, a server that recovers the job is waited for until
+/// `recovered`, and a silent one until `end`.
 pub(super) async fn discover(
     job: &str,
     peers: &[Peer],
-    end: Instant,
+    (end, recovered): (Instant, Instant),
 ) -> Option<(Placement, Vec<Option<ServerId>>)> {
     let mut backoff = Backoff::new();
     let answers = loop {
         let answers = join_all(peers.iter().map(|peer| async move { seen(peer, job).await })).await;
         let is_known = answers.iter().flatten().flatten().any(|seen| seen.changed);
+        let end =
+            if answers.iter().any(|answer| answer.as_ref().is_err_and(recovers)) { recovered } else { end };
         if is_known || answers.iter().all(Result::is_ok) || !backoff.pause(end).await {
             break answers.into_iter().map(|answer| answer.ok().flatten()).collect::<Vec<_>>();
         }
@@ -232,7 +235,7 @@ struct Seen {
 }
 
 /// Asks a server for a job. None: the job is not there.
-async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Status> {
+async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Fault> {
     let request = DescribeRequest { job: job.into(), brief: true, ..Default::default() };
     let asked = host::timeout(GLANCE, async { peer.admin().describe(request).await }).await;
     match asked.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer"))) {
@@ -242,7 +245,9 @@ async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Statu
             let (server, changed) = (ServerId(answer.server), answer.scaling.is_some());
             Ok(Some(Seen { version, server, changed }))
         }
-        Err(status) if matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded) => Err(status),
+        Err(status) if matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded) => {
+            Err(fault_from_status(&status, &peer.address))
+        }
         Err(_) => Ok(None),
     }
 }

@@ -105,7 +105,8 @@ impl Cluster {
         let start = Instant::now();
         let time = (start, start + self.options.deadline);
         let peers = try_join_all(servers.iter().map(|address| self.dial(address, time))).await?;
-        let Some((placement, numbers)) = discover(self.job().as_str(), &peers, time.1).await else {
+        let ends = (time.1, start + self.options.slow_deadline);
+        let Some((placement, numbers)) = discover(self.job().as_str(), &peers, ends).await else {
             (0..).map(ServerId).zip(peers).for_each(|(server, peer)| self.add_peer(server, peer));
             return Ok(None);
         };

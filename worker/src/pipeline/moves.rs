@@ -14,8 +14,7 @@ use std::{
 
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
-    Fault, FaultKind, Layout, Placement, PlacementChange, ServerId, ShardId, Step, TierKind, Version,
-    limits::PROTOCOL,
+    Fault, FaultKind, Layout, Placement, PlacementChange, ServerId, ShardId, Step, Version, limits::PROTOCOL,
 };
 use longshore_wire::{
     Wire, fault_from_status,
@@ -294,11 +293,6 @@ async fn prepare(
     asked: u64,
 ) -> Result<Plan> {
     let spec = cluster.spec();
-    if spec.tier == TierKind::Shm {
-        let remedy = "`longshore checkpoint`, then start the trainer with --resume and the new servers";
-        let limit = "memory or nvme: shards of tier shm do not move while training runs";
-        return Err(Fault::new(FaultKind::Precondition, "spec.tier", spec.tier, limit, remedy).into());
-    }
     let known =
         |address: &String| placement.members().find(|of| placement.servers[of.0 as usize] == *address);
     let (mut members, mut new) = (Vec::new(), Vec::new());

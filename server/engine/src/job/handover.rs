@@ -5,7 +5,9 @@
 
 use std::ops::Range;
 
-use longshore_proto::{Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ShardId, Step, Version};
+use longshore_proto::{
+    Epoch, Fault, FaultKind, Incarnation, JobSpec, Placement, Rank, ShardId, Step, Version,
+};
 
 use super::Job;
 use crate::{
@@ -14,7 +16,7 @@ use crate::{
     lock,
     record::{Joined, Record},
     step::{Awaited, Work},
-    tier::Storage,
+    tier::{Storage, hands_over},
 };
 
 /// Number of the image among the arrays that a handover transfers, after those of the state.
@@ -35,7 +37,6 @@ impl Job {
     ) -> Result<(), Fault> {
         self.protocol.check_alive()?;
         placement.validate(self.share.layout.shards())?;
-        self.check_may_move()?;
         let record = {
             let mut machine = self.protocol.machine();
             machine.begin_without_shards(incarnation, placement, record, ranks)?;
@@ -51,18 +52,6 @@ impl Job {
         self.finish_load();
         self.protocol.notify();
         Ok(())
-    }
-
-    /// Refuses handovers to a server that stores images, or more than versions, outside of its memory.
-    fn check_may_move(&self) -> Result<(), Fault> {
-        if self.tier.kept.is_none() && self.tier.images.is_none() {
-            return Ok(());
-        }
-        let spec = &self.share.spec;
-        let value = format!("{}, delay {}", spec.tier, spec.max_delay);
-        let limit = "memory; or nvme without a delay, on servers that spill state alone";
-        let remedy = "take the job to other servers with `longshore checkpoint` and --resume";
-        Err(Fault::new(FaultKind::Precondition, "spec.tier", value, limit, remedy))
     }
 
     /// The shards that this server owns at a step, in forward order.
@@ -114,7 +103,6 @@ impl Job {
     /// # Errors
     /// `Exhausted` if there is no room by now.
     pub fn make_room(&self, shards: &[ShardId]) -> Result<(), Fault> {
-        self.check_may_move()?;
         let mut released = lock(&self.released);
         for &shard in shards {
             let owned = self.protocol.machine().owned_index(shard)?;
@@ -234,6 +222,17 @@ impl Job {
     fn finish_load(&self) {
         lock(&self.load).finish();
     }
+}
+
+/// Refuses a job whose shards cannot move to a server with this storage while its ranks train.
+pub fn check_may_move(spec: &JobSpec, storage: &Storage) -> Result<(), Fault> {
+    if hands_over(spec, storage) {
+        return Ok(());
+    }
+    let value = format!("{}, delay {}", spec.tier, spec.max_delay);
+    let limit = "memory; or nvme without a delay, on servers that spill state alone";
+    let remedy = "take the job to other servers with `longshore checkpoint` and --resume";
+    Err(Fault::new(FaultKind::Precondition, "spec.tier", value, limit, remedy))
 }
 
 fn lost(shard: ShardId, version: Version) -> Fault {

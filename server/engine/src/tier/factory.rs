@@ -36,6 +36,16 @@ pub fn keeps_buffers(spec: &JobSpec) -> bool {
     }
 }
 
+/// Returns true if shards of the job move to this server while its ranks train. Images on drives have no place for a
+/// shard that arrives in a skipped step.
+pub fn hands_over(spec: &JobSpec, storage: &Storage) -> bool {
+    match spec.tier {
+        TierKind::Memory => true,
+        TierKind::Nvme => spec.max_delay == 0 && !storage.spills(spec),
+        TierKind::Shm => false,
+    }
+}
+
 impl Storage {
     /// Returns true if this job's images live on the drives alone, and its gradients live there too.
     pub fn spills(&self, spec: &JobSpec) -> bool {

@@ -20,7 +20,7 @@ use super::{
         record::{FORMAT, MOVED, SECTOR, crc64, encode_as},
     },
     pager::{BlockChecksums, ShardPager},
-    plan::{FilePlan, IMAGE_SLOTS, RECORD_COPIES, STATE_SLOTS, Slots},
+    plan::{Apart, FilePlan, IMAGE_SLOTS, RECORD_COPIES, STATE_SLOTS, Slots},
 };
 use crate::{
     io::{Direction, Disk, Part, transfer},
@@ -43,17 +43,6 @@ pub(super) struct StoredRecord {
     /// Shards that moved a moment ago.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) apart: Vec<Apart>,
-}
-
-/// A shard whose state no table covers, since this server did not update it in the version's step.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Apart {
-    /// Its index among the owned shards.
-    pub(super) owned: usize,
-    /// The slot of its state. None: another server has the state.
-    pub(super) slot: Option<u8>,
-    /// By block.
-    pub(super) checksums: Vec<u64>,
 }
 
 /// The CRC-64 of the checksum tables of the slots that hold the version.

@@ -11,8 +11,8 @@ use super::{
         inspect::{Report, VersionReport},
         record::{SECTOR, crc64},
     },
-    durable::{Apart, StoredRecord, get},
-    plan::{FilePlan, StorePlan},
+    durable::{StoredRecord, get},
+    plan::{Apart, FilePlan, StorePlan},
     recover::{Records, read_table},
 };
 use crate::{

@@ -17,8 +17,7 @@ use super::{
         fault::{FIELD, corrupt, internal, io},
     },
     debts::Debts,
-    durable::Apart,
-    plan::{IMAGE_SLOTS, Slots, StorePlan},
+    plan::{Apart, IMAGE_SLOTS, Slots, StorePlan},
 };
 use crate::{
     ids::{OwnedShard, OwnedShards},

@@ -264,6 +264,17 @@ pub(super) struct Slots {
     pub(super) older_image: Option<u8>,
 }
 
+/// A shard whose state no table covers, since this server did not update it in the version's step.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Apart {
+    /// Its index among the owned shards.
+    pub(super) owned: usize,
+    /// The slot of its state. None: another server has the state.
+    pub(super) slot: Option<u8>,
+    /// By block.
+    pub(super) checksums: Vec<u64>,
+}
+
 impl Slots {
     /// The slots for the version that an update makes. Nothing is overwritten that this version or the image
     /// before it needs.
