@@ -152,6 +152,7 @@ fn a_resume_that_reached_one_server_reaches_the_other() {
         ("after-first", &[0], false, 0..1),
         ("after-second", &[0], false, 1..2),
         ("back-before", &[0, 1], true, 0..2),
+        ("back-before-first", &[0, 1], true, 0..1),
     ];
     for (job, dying, back_before, told) in cases {
         let (model, plan) = (too_hot(), floor_plan());

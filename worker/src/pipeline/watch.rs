@@ -261,9 +261,8 @@ impl Watcher {
         Err(self.cluster.explain(self.cluster.first(), "Watch", Some(commit.step), fault))
     }
 
-    /// Resumes the other servers on rank 0: an operator's call may have reached server 0 alone. After a pause by a
-    /// commit the driver does so.
-    fn spread_resume(&self) {
+    /// Resumes the other servers on rank 0: an operator's call may have reached server 0 alone.
+    fn spread_resume(&self, loss_scale: f64) {
         if self.cluster.options.rank != Rank(0) {
             return;
         }
@@ -272,7 +271,7 @@ impl Watcher {
         for server in self.cluster.servers().skip(1) {
             let cluster = Arc::clone(&self.cluster);
             self.cluster.runtime.spawn_for_session(async move {
-                if let Err(error) = spread_on(&cluster, server, version, 0.0).await {
+                if let Err(error) = spread_on(&cluster, server, version, loss_scale).await {
                     tracing::warn!(server = cluster.address(server), %error, "not resumed: `longshore resume` again");
                 }
             });
@@ -282,17 +281,19 @@ impl Watcher {
     /// Notes a resume. A `loss_scale` of 0 keeps the old scale. Servers accept a new scale only in a pause that
     /// came with a decision: in any other pause ranks would apply the scale at different steps.
     fn resumed(&mut self, loss_scale: f64) {
-        if self.floor.is_none() {
-            self.spread_resume();
+        let floor = self.floor.take();
+        // The driver waits for the end of a pause that it has decided, and resumes the other servers itself.
+        let has_driver = |version| self.cluster.options.rank == Rank(0) && version > self.joined;
+        if !floor.is_some_and(|(version, _)| has_driver(version)) {
+            self.spread_resume(loss_scale);
         }
-        if let Some((version, old)) = self.floor.take() {
+        if let Some((version, old)) = floor {
             let scale = if loss_scale > 0.0 { loss_scale } else { old };
             if let Some(decided) = self.held.take() {
                 self.shared.outcomes.decided(Step(version.0), Decided { loss_scale_next: scale, ..decided });
             }
             // Rank 0's own version counts only once the driver has finished the step.
-            let decided_here = self.cluster.options.rank == Rank(0) && version > self.joined;
-            let board = if decided_here { &self.shared.resumed } else { &self.shared.board };
+            let board = if has_driver(version) { &self.shared.resumed } else { &self.shared.board };
             board.post(version, scale);
         }
         self.cluster.waits.resumed();
