@@ -28,6 +28,12 @@ impl Map {
         Map::new(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
     }
 
+    /// Maps memory of which the host need not have as much: pages count from their first use on.
+    pub(super) fn sparse(len: usize) -> io::Result<Map> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        Map::new(len, libc::PROT_READ | libc::PROT_WRITE, flags, -1)
+    }
+
     /// Maps the first bytes of a file to be read and written.
     pub(super) fn file(file: impl AsFd, len: usize) -> io::Result<Map> {
         let file = file.as_fd().as_raw_fd();

@@ -46,8 +46,18 @@ impl Slab {
     }
 
     pub fn allocate(bytes: usize) -> Result<Slab, AllocationError> {
-        let bytes = bytes.max(REGION_ALIGN);
-        let map = Map::anonymous(bytes).map_err(|source| AllocationError { bytes, source })?;
+        Slab::allocate_sparse(bytes, bytes)
+    }
+
+    /// Maps `bytes`, of which `used` will be touched at once. The kernel is asked for those: it refuses more than the
+    /// host can have.
+    pub fn allocate_sparse(bytes: usize, used: usize) -> Result<Slab, AllocationError> {
+        let [bytes, used] = [bytes, used].map(|bytes| bytes.max(REGION_ALIGN));
+        let mapped = match used < bytes {
+            true => Map::anonymous(used).and_then(|_| Map::sparse(bytes)),
+            false => Map::anonymous(bytes),
+        };
+        let map = mapped.map_err(|source| AllocationError { bytes: used, source })?;
         if bytes >= HUGE_PAGE_BYTES {
             advise_huge_pages(&map);
         }
@@ -87,9 +97,24 @@ impl Slab {
     /// # Panics
     /// If the sizes need more than the slab has.
     pub fn carve(self, sizes: &[usize], near: &impl Near) -> Result<Vec<Region>, AllocationError> {
+        self.carve_touching(sizes, |_| true, near)
+    }
+
+    /// Cuts the slab as [`Slab::carve`] does, and touches only the regions whose index `is_used`. Others take address
+    /// space alone until their first use.
+    pub fn carve_touching(
+        self,
+        sizes: &[usize],
+        is_used: impl Fn(usize) -> bool,
+        near: &impl Near,
+    ) -> Result<Vec<Region>, AllocationError> {
         let starts = self.starts(sizes);
-        let bytes = Slab::bytes_for(sizes.iter().copied());
-        self.touch(&starts, sizes, near).map_err(|source| AllocationError { bytes, source })?;
+        let used: Vec<(usize, usize)> = (0..sizes.len())
+            .filter(|&region| is_used(region))
+            .map(|region| (starts[region], sizes[region]))
+            .collect();
+        let bytes = Slab::bytes_for(used.iter().map(|(_, size)| *size));
+        self.touch(&used, near).map_err(|source| AllocationError { bytes, source })?;
         Ok(self.cut(starts, sizes))
     }
 
@@ -121,12 +146,13 @@ impl Slab {
         regions.map(|(start, &size)| Region::new(Arc::clone(&map), start, size)).collect()
     }
 
-    fn touch(&self, starts: &[usize], sizes: &[usize], near: &impl Near) -> io::Result<()> {
+    /// Touches regions, given by start and size.
+    fn touch(&self, regions: &[(usize, usize)], near: &impl Near) -> io::Result<()> {
         let failed = Mutex::new(None);
         // The parts are fractions, since all regions are shared out in the same way.
         const PARTS: usize = 1 << 20;
         near.shares(PARTS, &|share: Range<usize>| {
-            for (&start, &size) in starts.iter().zip(sizes) {
+            for &(start, size) in regions {
                 // A huge page belongs to the share in which it begins.
                 let at = |part: usize| {
                     let begin = start + (size as u128 * part as u128 / PARTS as u128) as usize;

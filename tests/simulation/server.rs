@@ -15,6 +15,7 @@ use longshore_engine::{
     ids::{Contributor, OwnedShard},
     record::{Joined, Record},
     step::{Admission, Machine, Phase, Refusal, Sum, Work},
+    tier::places,
 };
 use longshore_proto::{
     Commit, Epoch, Fault, FaultKind, Incarnation, JobSpec, Layout, Origin, Placement, Rank, ServerId,
@@ -90,9 +91,12 @@ impl Disk {
     /// The drive of a server whose job has its first weights.
     pub(crate) fn filled(oracle: &Oracle, server: ServerId) -> Disk {
         let record = Record::filled(0, Vec::new());
-        let owned = oracle.placement.owned(server);
-        let state = |&shard: &ShardId| BTreeMap::from([(Version(0), oracle.first(shard))]);
-        let state = owned.iter().map(state).collect();
+        let placement = &oracle.placement;
+        let state = |&shard: &ShardId| {
+            let is_owned = placement.owner(shard) == server;
+            is_owned.then(|| (Version(0), oracle.first(shard))).into_iter().collect()
+        };
+        let state = places(&oracle.spec, &oracle.layout, placement, server).iter().map(state).collect();
         let joined = vec![None; oracle.spec.world_size as usize];
         Disk { server, opened: oracle.placement.clone(), saved: vec![Saved { record, state }], joined }
     }
@@ -244,7 +248,8 @@ impl Server {
     }
 
     fn machine(&self, placement: Placement, server: ServerId) -> Machine {
-        Machine::new(Arc::clone(self.spec()), Arc::clone(self.layout()), placement, server)
+        let places = places(self.spec(), self.layout(), &placement, server);
+        Machine::new(Arc::clone(self.spec()), Arc::clone(self.layout()), placement, server, &places)
     }
 
     /// The compute thread: works in order, until the job is opened again.
@@ -327,7 +332,7 @@ impl Server {
             (state, &gradients),
             skip,
         );
-        instance.works.extend(instance.machine.updated(&owned.run(1), step));
+        instance.works.extend(instance.machine.updated(&[owned], step));
     }
 
     /// Makes a version durable. Versions follow one another: the next is decided only afterwards.

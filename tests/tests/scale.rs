@@ -85,6 +85,23 @@ fn servers_come_and_go_while_two_ranks_make_delayed_steps() {
     scaled(2, "memory", &["--delay", "1", "--warmup-steps", "0"]);
 }
 
+/// Shards of a server that leaves go to servers that never had them.
+#[test]
+fn a_job_shrinks_to_any_of_its_servers() {
+    for more in [&[][..], &["--delay", "1"]] {
+        let train = Train::new(STEPS).args(["--layers", "3"]).args(more);
+        let servers = server::servers(3, &ServerOptions::new());
+        let mut running = train.clone().servers(&server::addresses(&servers)).start();
+        running.until_step(3);
+        for to in [&[0, 2][..], &[2], &[1, 2]] {
+            let to: Vec<&Longshored> = to.iter().map(|&server| &servers[server]).collect();
+            let done = scale(&servers[2..], &to, &["--wait"]);
+            assert_eq!(done.code, 0, "{done:?}");
+        }
+        assert_eq!(running.finish().end.state_hash, train.undisturbed().hash);
+    }
+}
+
 /// A server without memory for its shards is refused by name, and training goes on where it is.
 #[test]
 fn a_server_without_room_holds_up_no_step() {

@@ -5,11 +5,11 @@ use std::ops::Range;
 
 use longshore_proto::{Rank, Step};
 
-/// A shard of this server: its index among the server's shards, in forward order, from 0.
+/// A shard of this server: its index among the shards that the server has a place for, in forward order, from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct OwnedShard(pub usize);
 
-/// Owned shards that follow one another, in forward order.
+/// Shards for which this server has a place, in forward order.
 #[derive(Clone, Debug)]
 pub struct OwnedShards(Range<usize>);
 
@@ -50,31 +50,12 @@ impl OwnedShard {
     pub fn next(self) -> OwnedShard {
         OwnedShard(self.0 + 1)
     }
-
-    /// This shard and those after it, `count` in all.
-    pub fn run(self, count: usize) -> OwnedShards {
-        OwnedShards(self.0..self.0 + count)
-    }
 }
 
 impl OwnedShards {
-    /// All shards of a server that owns `count`.
+    /// All shards of a server that has `count` places.
     pub fn all(count: usize) -> OwnedShards {
         OwnedShards(0..count)
-    }
-
-    pub fn first(&self) -> OwnedShard {
-        OwnedShard(self.0.start)
-    }
-
-    /// The shard after the last one.
-    pub fn end(&self) -> OwnedShard {
-        OwnedShard(self.0.end)
-    }
-
-    /// Returns their indices in a list of all owned shards.
-    pub fn indices(&self) -> Range<usize> {
-        self.0.clone()
     }
 }
 

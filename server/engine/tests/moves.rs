@@ -1,6 +1,8 @@
 //! Shards move between servers at any step, and the bits are those of one server that keeps them all.
 
-use longshore_engine::{kernels::Isa, tier::Storage};
+use std::sync::Arc;
+
+use longshore_engine::{job::Job, kernels::Isa, tier::Storage};
 use longshore_proto::{
     Commit, Dtype, Epoch, Formats, JobSpec, MasterFormat, Partition, PlacementChange, ServerId, ShardId,
     StateFormat, TierKind,
@@ -79,8 +81,9 @@ impl Moving {
             let storage = storage(&mut self.noise, self.home.as_ref(), self.moved.jobs.len());
             change.added.push(self.moved.add_server(&storage));
         } else {
-            // Servers of the first placement have room for their own shards alone.
-            let first_new = self.moved.jobs.iter().position(|job| job.opened_with().epoch > Epoch(1))?;
+            // On drives, servers of the first placement have room for their own shards alone.
+            let is_new = |job: &Arc<Job>| self.home.is_none() || job.opened_with().epoch > Epoch(1);
+            let first_new = self.moved.jobs.iter().position(is_new)?;
             for shard in 0..self.moved_at.len() {
                 let to = ServerId((first_new + self.noise.below(self.moved.jobs.len() - first_new)) as u32);
                 let is_old = step > self.moved_at[shard] + 8;
@@ -89,6 +92,11 @@ impl Moving {
                     change.moves.push((ShardId(shard as u32), to));
                 }
             }
+        }
+        let mut target = self.moved.placement.clone();
+        change.moves.iter().for_each(|&(shard, to)| target.owners[shard.index()] = to);
+        for (server, job) in (0..).map(ServerId).zip(&self.moved.jobs) {
+            job.make_room(&target.owned(server)).unwrap();
         }
         (!change.added.is_empty() || !change.moves.is_empty()).then_some(change)
     }

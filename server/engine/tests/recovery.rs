@@ -242,7 +242,7 @@ fn a_delayed_step_waits_for_the_gradients_of_present_processes() {
     let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
     cluster.push(1, &flats);
     cluster.join(1);
-    let (shard, decided_by) = (cluster.jobs[0].owned()[0], cluster.incarnations[0]);
+    let (shard, decided_by) = (cluster.jobs[0].opened()[0], cluster.incarnations[0]);
     let decision = Commit { decided_by, ..commit(&spec, 1) };
     assert!(cluster.jobs[0].statistics(shard, Step(1)).unwrap().is_none());
     assert_eq!(cluster.commit(&decision).unwrap_err().kind, FaultKind::Precondition);
@@ -303,7 +303,7 @@ fn a_decision_made_from_other_contributions_is_refused() {
     let mut cluster = Cluster::started(&spec, 1, &weights(&spec, 1));
     let job = cluster.jobs[0].clone();
     let origin = |job: &longshore_engine::job::Job| {
-        let shards = job.owned().iter().map(|&shard| job.origin(shard, Step(1)).unwrap());
+        let shards = job.opened().into_iter().map(|shard| job.origin(shard, Step(1)).unwrap());
         shards.reduce(Origin::and).unwrap()
     };
     assert_eq!(origin(&job), Origin::UNKNOWN, "nothing is summed");

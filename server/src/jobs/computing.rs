@@ -53,7 +53,7 @@ impl Computing {
         let works = Mutex::default();
         let turn =
             Arc::new(Turn { job: job.clone(), busy: Arc::clone(busy), stages: Arc::clone(stages), works });
-        let elements: u64 = job.owned().iter().map(|&shard| job.layout().shard_len(shard)).sum();
+        let elements: u64 = job.opened().into_iter().map(|shard| job.layout().shard_len(shard)).sum();
         let is_small = elements <= SMALL_ELEMENTS && job.spill().is_none();
         let name = format!("job-{}", job.spec().name.as_str());
         let thread = Arc::clone(&turn);

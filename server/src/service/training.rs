@@ -163,7 +163,7 @@ impl Services {
             tracing::info!(
                 job = %job.spec().name,
                 elements = job.layout().elements(),
-                shards = job.owned().len(),
+                shards = job.opened().len(),
                 of_shards = job.layout().shards(),
                 bytes = job.memory_bytes(),
                 owner = handle.owner.as_deref().unwrap_or_default(),
@@ -172,7 +172,7 @@ impl Services {
             );
         }
         let answer = || {
-            let room = job.owned().iter().filter(|_| list_room).map(|shard| shard.0).collect();
+            let room = job.places().iter().filter(|_| list_room).map(|shard| shard.0).collect();
             Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())), room })
         };
         room.make(default_deadline(), answer).await

@@ -7,6 +7,7 @@ use longshore_engine::{
     ids::OwnedShard,
     record::{Joined, Record},
     step::Awaited,
+    tier::places,
 };
 use longshore_proto::{
     Commit, Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ServerId, ShardId, Version,
@@ -72,7 +73,10 @@ impl Server {
             None => false,
             Some(of) => {
                 let is_spare = of.machine.placement().epoch > Epoch(1) && of.machine.is_without_shards();
-                let is_other = lock(&self.disk).server != server || of.owned != wants;
+                let is_other = {
+                    let disk = lock(&self.disk);
+                    disk.server != server || disk.opened.owned(server) != wants
+                };
                 !(request.is_new && is_spare && is_other)
             }
         };
@@ -92,7 +96,7 @@ impl Server {
 
     /// Makes room for a running job that this server takes no part in yet.
     fn begin_anew(self: &Arc<Self>, placement: Placement, server: ServerId) {
-        let state = vec![BTreeMap::new(); placement.owned(server).len()];
+        let state = vec![BTreeMap::new(); places(self.spec(), self.layout(), &placement, server).len()];
         {
             let mut disk = lock(&self.disk);
             let joined = vec![None; self.spec().world_size as usize];

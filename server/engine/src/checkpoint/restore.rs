@@ -67,7 +67,7 @@ impl Store {
     /// Runs `check`, and also reads and compares every byte that this server's shards need.
     pub fn verify(&self, job: &Job, from: &JobName, name: &str) -> Result<RestoreInfo, Fault> {
         let source = Source::open(&self.folder(from, name)?, job.spec())?;
-        job.owned().iter().try_for_each(|&shard| source.verify(job, shard))?;
+        job.opened().into_iter().try_for_each(|shard| source.verify(job, shard))?;
         source.info()
     }
 
@@ -190,7 +190,8 @@ impl Source {
 
     /// Checks that all data for the job's server lie in this folder.
     fn check_visible(&self, job: &Job) -> Result<(), Fault> {
-        let ranges = job.owned().iter().map(|&shard| job.layout().shard_range(shard));
+        let opened = job.opened();
+        let ranges = opened.iter().map(|&shard| job.layout().shard_range(shard));
         let mut needed = ranges.flat_map(|range| self.layout.slices(range));
         needed.try_for_each(|slice| self.reader(slice.shard).map(drop))
     }
@@ -338,9 +339,9 @@ impl Source {
         if found.version != info.version {
             return Err(other());
         }
-        // `hashes` is by shard in the order of `owned()`, then by block.
+        // `hashes` is by shard in the order of `opened()`, then by block.
         let mut hashes = hashes.into_iter().map(|(_, hash)| hash);
-        for &shard in job.owned() {
+        for shard in job.opened() {
             let slices = self.layout.slices(job.layout().shard_range(shard));
             let blocks = job.layout().shard_blocks(shard).len();
             let of_shard: Vec<_> = hashes.by_ref().take(blocks).collect();

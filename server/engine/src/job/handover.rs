@@ -98,12 +98,18 @@ impl Job {
         }
     }
 
-    /// Reserves memory again for shards that shall return to this server.
+    /// Reserves memory for shards that shall come to this server. Memory for shards of an earlier plan that never came is
+    /// given back.
     ///
     /// # Errors
     /// `Exhausted` if there is no room by now.
     pub fn make_room(&self, shards: &[ShardId]) -> Result<(), Fault> {
         let mut released = lock(&self.released);
+        for owned in self.share.all().filter(|&owned| !shards.contains(&self.share.shard(owned))) {
+            if self.protocol.machine().is_unowned(owned) && released.insert(owned) {
+                self.reservation.give_back(self.bytes_of(owned).total());
+            }
+        }
         for &shard in shards {
             let owned = self.protocol.machine().owned_index(shard)?;
             if released.contains(&owned) {

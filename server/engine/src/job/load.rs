@@ -169,17 +169,18 @@ impl Load {
         }
     }
 
-    pub(super) fn missing(&self, owned: &[ShardId], rule: Rule) -> Vec<ShardId> {
+    pub(super) fn missing(&self, share: &Share) -> Vec<ShardId> {
+        let opened = share.opened();
         match self.source {
             Source::Upload => {
-                let arrays = self.uploaded.as_ref().unwrap_or(&Uploaded::Weights).arrays(rule);
-                let lacks = |checksums: &[Vec<Option<u32>>; 3]| {
+                let arrays = self.uploaded.as_ref().unwrap_or(&Uploaded::Weights).arrays(share.spec.rule);
+                let lacks = |owned: &OwnedShard| {
+                    let checksums = &self.checksums[owned.index()];
                     arrays.iter().any(|array| checksums[array.index()].iter().any(Option::is_none))
                 };
-                let missing = owned.iter().zip(&self.checksums).filter(|(_, checksums)| lacks(checksums));
-                missing.map(|(&shard, _)| shard).collect()
+                opened.filter(lacks).map(|owned| share.shard(owned)).collect()
             }
-            Source::Restore => owned.iter().copied().skip(self.shards as usize).collect(),
+            Source::Restore => opened.skip(self.shards as usize).map(|owned| share.shard(owned)).collect(),
             Source::Held(_) | Source::Complete => Vec::new(),
         }
     }
@@ -319,7 +320,8 @@ impl Job {
     ) -> Result<(), Fault> {
         let version = record.version;
         let with_older = images == StoredImages::Both && version.0 > 0;
-        for (owned, &shard) in self.share.all().zip(&self.share.owned) {
+        for owned in self.share.opened() {
+            let shard = self.share.shard(owned);
             self.check_cancelled()?;
             if self.share.is_frozen(owned) {
                 let mut result = Ok(());
@@ -364,7 +366,7 @@ impl Job {
     /// images and moments of this load must not stay.
     fn forget(&self) {
         self.images.forget();
-        for owned in self.share.all() {
+        for owned in self.share.opened() {
             let cleared = self.tier.state.load(owned, &mut |state| {
                 state.arrays.into_iter().for_each(|array| array.fill(0));
             });
@@ -387,8 +389,7 @@ impl Job {
 
     /// Starts the job if rank 0's upload is complete.
     pub(super) fn start_if_whole(&self, mut load: MutexGuard<'_, Load>) -> Result<(), Fault> {
-        if load.source != Source::Upload || !load.missing(&self.share.owned, self.share.spec.rule).is_empty()
-        {
+        if load.source != Source::Upload || !load.missing(&self.share).is_empty() {
             return Ok(());
         }
         let record = load.uploaded.clone().unwrap_or(Uploaded::Weights).record();

@@ -103,9 +103,14 @@ impl Job {
         self.share.server
     }
 
-    /// The shards that this server has room for, in forward order. It owns those that commits have not moved.
-    pub fn owned(&self) -> &[ShardId] {
+    /// The shards that this server has a place for, in forward order.
+    pub fn places(&self) -> &[ShardId] {
         &self.share.owned
+    }
+
+    /// The shards that the job was opened with here, in forward order. Commits may have moved some.
+    pub fn opened(&self) -> Vec<ShardId> {
+        self.share.opened().map(|owned| self.share.shard(owned)).collect()
     }
 
     pub fn compute(&self) -> &Compute {
@@ -148,7 +153,9 @@ impl Job {
             let Formats { master, state, .. } = spec.formats;
             share.elements(owned) as f64 * bytes_per_parameter(spec.rule, master, state, gradient, image)
         };
-        share.trained().map(bytes).sum::<f64>() as u64
+        let released = lock(&self.released);
+        let here = share.all().filter(|owned| !share.is_frozen(*owned) && !released.contains(owned));
+        here.map(bytes).sum::<f64>() as u64
     }
 
     /// Returns the bytes of payload that were pushed and pulled since the job was opened here.
@@ -160,7 +167,7 @@ impl Job {
     pub fn progress(&self) -> Progress {
         let mut progress = self.protocol.machine().progress();
         let load = lock(&self.load);
-        progress.missing = load.missing(&self.share.owned, self.share.spec.rule);
+        progress.missing = load.missing(&self.share);
         progress.restoring = load.restoring(&progress.phase);
         progress
     }

@@ -4,6 +4,7 @@
 use std::{
     path::Path,
     sync::{Arc, Mutex, RwLock},
+    vec::IntoIter,
 };
 
 use longshore_proto::{
@@ -24,7 +25,7 @@ use super::{
 use crate::{
     admission::{Budget, Need},
     ids::OwnedShard,
-    memory::{AllocationError, AtomicWords, SharedFile, Slab},
+    memory::{AllocationError, AtomicWords, Region, SharedFile, Slab},
     step::Machine,
     threads::ThreadPool,
     tier::{self, Durable, Inputs, Opened, Recovered, Storage, StoreNeed, StoredJob, inspect::Report},
@@ -43,8 +44,8 @@ impl Job {
         observer: Observer,
     ) -> Result<Job, Fault> {
         let share = Arc::new(Share::new(spec, placement, server)?);
-        let Share { spec, layout, placement, server, owned } = &*share;
-        let need = Need::of(spec, layout, owned, storage);
+        let Share { spec, layout, placement, server, owned, .. } = &*share;
+        let need = Need::of(spec, layout, &placement.owned(*server), storage);
         let reservation = budget.reserve(&need)?;
         let signal = Arc::new(Signal::new(observer));
         // A tier that keeps the buffers brings the memory for them.
@@ -66,7 +67,8 @@ impl Job {
         let files = tier.gradients.take();
         let spilled = files.map(|files| SpilledGradients::new(&share, files, Arc::clone(&signal)));
         let spilled = spilled.transpose().map_err(exhausted)?;
-        let machine = Machine::new(Arc::clone(spec), Arc::clone(layout), placement.clone(), *server);
+        let (of_machine, at_first) = (Arc::clone(layout), placement.clone());
+        let machine = Machine::new(Arc::clone(spec), of_machine, at_first, *server, owned);
         let job = Job {
             gradients: Gradients::new(&share, &compute, gradients, spilled),
             images: Images::new(&share, images, window, shared, &tier),
@@ -77,7 +79,7 @@ impl Job {
             tier,
             compute,
             reservation,
-            released: Mutex::default(),
+            released: Mutex::new(share.all().filter(|&owned| !share.is_opened(owned)).collect()),
             disk_bytes: need.disk,
         };
         match recovered {
@@ -206,12 +208,14 @@ impl Space {
         let spills = storage.spills(&share.spec);
         let widths =
             if spills { Widths { image: 0, contribution: 0, sum: 0 } } else { Widths::of(&share.spec) };
-        let images = Slab::bytes_for(image_sizes(share, widths.image));
+        let images = Slab::bytes_for(bytes_of(&image_sizes(share, widths.image)));
         let shared =
             (storage.share_images && !spills).then(|| Slab::allocate_shared(images)).and_then(|shared| {
                 shared.inspect_err(|error| tracing::info!(%error, "images cannot be mapped by workers")).ok()
             });
-        let slab = Slab::allocate(Slab::bytes_for(sizes(share, widths, shared.is_some())))?;
+        let sizes = sizes(share, widths, shared.is_some());
+        let used = sizes.iter().filter(|size| size.used).map(|size| size.bytes);
+        let slab = Slab::allocate_sparse(Slab::bytes_for(bytes_of(&sizes)), Slab::bytes_for(used))?;
         Ok(Space { slab, shared, widths })
     }
 
@@ -223,7 +227,7 @@ impl Space {
 
     /// Returns the bytes that all buffers need in one piece.
     fn bytes(share: &Share) -> usize {
-        Slab::bytes_for(sizes(share, Widths::of(&share.spec), false))
+        Slab::bytes_for(bytes_of(&sizes(share, Widths::of(&share.spec), false)))
     }
 }
 
@@ -232,27 +236,46 @@ fn buffered(share: &Share, owned: OwnedShard) -> usize {
     if share.is_frozen(owned) { 0 } else { share.elements(owned) }
 }
 
+/// The size of one array.
+#[derive(Clone, Copy)]
+struct Size {
+    bytes: usize,
+    /// The array is used from the start: its shard is this server's.
+    used: bool,
+}
+
+fn bytes_of(sizes: &[Size]) -> impl Iterator<Item = usize> {
+    sizes.iter().map(|size| size.bytes)
+}
+
+fn carve(slab: Slab, sizes: &[Size], pool: &ThreadPool) -> Result<IntoIter<Region>, AllocationError> {
+    let bytes: Vec<usize> = bytes_of(sizes).collect();
+    Ok(slab.carve_touching(&bytes, |region| sizes[region].used, pool)?.into_iter())
+}
+
 /// The sizes of the two images of each shard, and last the size of all version stamps. An element has `bytes` bytes.
-fn image_sizes(share: &Share, bytes: usize) -> Vec<usize> {
-    let mut sizes: Vec<usize> = share.all().flat_map(|owned| [buffered(share, owned) * bytes; 2]).collect();
-    sizes.push(share.owned.len() * 2 * size_of::<u64>());
+fn image_sizes(share: &Share, bytes: usize) -> Vec<Size> {
+    let image = |owned| Size { bytes: buffered(share, owned) * bytes, used: share.is_opened(owned) };
+    let mut sizes: Vec<Size> = share.all().flat_map(|owned| [image(owned); 2]).collect();
+    sizes.push(Size { bytes: share.owned.len() * 2 * size_of::<u64>(), used: true });
     sizes
 }
 
 /// The sizes of each shard's images, contributions and sums, and last the size of all version stamps. With `apart`
 /// images and stamps lie elsewhere and are left out.
-fn sizes(share: &Share, widths: Widths, apart: bool) -> Vec<usize> {
+fn sizes(share: &Share, widths: Widths, apart: bool) -> Vec<Size> {
     let images = image_sizes(share, widths.image);
     let (pairs, stamps) = images.as_chunks::<2>();
     let mut sizes = Vec::new();
     for (owned, pair) in share.all().zip(pairs) {
-        let elements = buffered(share, owned);
+        let (elements, used) = (buffered(share, owned), share.is_opened(owned));
         if !apart {
             sizes.extend(pair);
         }
+        let array = |bytes| Size { bytes, used };
         for _ in 0..share.spec.gradient_slots() {
-            sizes.extend(vec![elements * widths.contribution; share.contributors(owned).len()]);
-            sizes.push(if share.accumulates(owned) { elements * widths.sum } else { 0 });
+            sizes.extend(vec![array(elements * widths.contribution); share.contributors(owned).len()]);
+            sizes.push(array(if share.accumulates(owned) { elements * widths.sum } else { 0 }));
         }
     }
     if !apart {
@@ -269,10 +292,10 @@ impl Buffers {
         let sizes = sizes(share, space.widths, space.shared.is_some());
         let mut shared = None;
         if let Some((slab, file)) = space.shared {
-            apart = slab.carve(&image_sizes(share, space.widths.image), pool)?.into_iter();
+            apart = carve(slab, &image_sizes(share, space.widths.image), pool)?;
             shared = Some(file);
         }
-        let mut regions = space.slab.carve(&sizes, pool)?.into_iter();
+        let mut regions = carve(space.slab, &sizes, pool)?;
         let stamps = if shared.is_some() { apart.next_back() } else { regions.next_back() };
         let stamps = Arc::new(AtomicWords::new(stamps.expect("one region was carved for the stamps")));
         let mut next = || regions.next().expect("one region was carved for each size");

@@ -8,6 +8,7 @@ use super::compute::BLOCK;
 use crate::{
     ids::{GradientSlot, OwnedShard, OwnedShards},
     memory::Source,
+    tier,
 };
 
 pub(super) struct Share {
@@ -15,8 +16,10 @@ pub(super) struct Share {
     pub(super) layout: Arc<Layout>,
     pub(super) placement: Placement,
     pub(super) server: ServerId,
-    /// This server's shards, in forward order.
+    /// The shards that this server has a place for, in forward order.
     pub(super) owned: Vec<ShardId>,
+    /// Those of them that it owns when the job is opened.
+    pub(super) opened: Vec<OwnedShard>,
 }
 
 impl Share {
@@ -29,16 +32,28 @@ impl Share {
             let limit = format!("below {}, the number of servers", placement.servers.len());
             return Err(Fault::invalid("server", server.0, limit, "say which of placement.servers this is"));
         }
-        let owned = placement.owned(server);
-        Ok(Share { spec: Arc::new(spec), layout: Arc::new(layout), placement, server, owned })
+        let owned = tier::places(&spec, &layout, &placement, server);
+        let opened = OwnedShards::all(owned.len()).zip(&owned);
+        let opened = opened.filter(|(_, shard)| placement.owner(**shard) == server).map(|(index, _)| index);
+        let opened = opened.collect();
+        Ok(Share { spec: Arc::new(spec), layout: Arc::new(layout), placement, server, owned, opened })
     }
 
     pub(super) fn all(&self) -> OwnedShards {
         OwnedShards::all(self.owned.len())
     }
 
+    /// The shards that this server owns when the job is opened.
+    pub(super) fn opened(&self) -> impl Iterator<Item = OwnedShard> + use<'_> {
+        self.opened.iter().copied()
+    }
+
     pub(super) fn trained(&self) -> impl Iterator<Item = OwnedShard> + use<'_> {
-        self.all().filter(|&owned| !self.is_frozen(owned))
+        self.opened().filter(|&owned| !self.is_frozen(owned))
+    }
+
+    pub(super) fn is_opened(&self, owned: OwnedShard) -> bool {
+        self.opened.binary_search(&owned).is_ok()
     }
 
     pub(super) fn shard(&self, owned: OwnedShard) -> ShardId {

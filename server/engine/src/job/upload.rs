@@ -43,7 +43,12 @@ impl Job {
             let machine = self.protocol.machine();
             machine.check_loading()?;
             machine.check_rank_zero(incarnation)?;
-            machine.owned_index(shard)?
+            let owned = machine.owned_index(shard)?;
+            if !self.share.is_opened(owned) {
+                let shards = self.share.layout.shards();
+                return Err(Refusal::NotOwned { shard, shards }.into());
+            }
+            owned
         };
         self.check_array(shard, array, applied)?;
         check_uploaded(&left_out, &self.share.spec, applied)?;

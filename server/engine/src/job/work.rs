@@ -16,7 +16,7 @@ use super::{
     images::image_blocks,
 };
 use crate::{
-    ids::{Contributor, OwnedShard, OwnedShards},
+    ids::{Contributor, OwnedShard},
     kernels::{self, Gradient, ImageMut, Isa, Random, Scalars, update, update_low},
     lock,
     memory::{Region, float::Standard},
@@ -93,8 +93,8 @@ impl Job {
     }
 
     fn update(&self, first: OwnedShard, step: Step) -> Result<Vec<Work>, Fault> {
-        let most =
-            if self.tier.together.is_some() { (1 + first.index() / AHEAD).min(MOST_AT_ONCE) } else { 1 };
+        let together = self.tier.together.is_some();
+        let most = |before: usize| if together { (1 + before / AHEAD).min(MOST_AT_ONCE) } else { 1 };
         let run = self.protocol.machine().updatable(first, most, step);
         let shard = self.share.shard(first).0;
         let _stage =
@@ -105,10 +105,10 @@ impl Job {
         // No step changes a frozen shard, so snapshots need not copy it first.
         let frozen = self.share.is_frozen(first);
         if !frozen {
-            run.clone().for_each(|owned| self.snapshots.take_before(self, owned, step));
+            run.iter().for_each(|&owned| self.snapshots.take_before(self, owned, step));
         }
         if frozen || commit.skip {
-            for owned in run.clone() {
+            for &owned in &run {
                 let carry = &mut || {
                     if !frozen {
                         self.images.carry(owned, step);
@@ -120,22 +120,23 @@ impl Job {
                 }
             }
         } else {
-            self.update_shards(run.clone(), &commit, applied)?;
+            self.update_shards(&run, &commit, applied)?;
         }
-        self.gradients.give_back(run.clone(), step);
+        self.gradients.give_back(&run, step);
         let mut machine = self.protocol.machine();
         let next = machine.updated(&run, step);
         if next.is_empty() && machine.is_made(step) {
             self.protocol.finish(&machine, step)?;
         }
         drop(machine);
-        tracing::trace!(job = %self.share.spec.name, %step, run = ?run.indices(), skip = commit.skip, "updated");
+        tracing::trace!(job = %self.share.spec.name, %step, ?run, skip = commit.skip, "updated");
         Ok(next)
     }
 
-    fn update_shards(&self, run: OwnedShards, commit: &Commit, applied: u64) -> Result<(), Fault> {
+    fn update_shards(&self, run: &[OwnedShard], commit: &Commit, applied: u64) -> Result<(), Fault> {
         let share = &self.share;
-        let multiplier = commit.gradient_multiplier(share.spec.share(share.contributors(run.first())));
+        let Some(&first) = run.first() else { return Ok(()) };
+        let multiplier = commit.gradient_multiplier(share.spec.share(share.contributors(first)));
         let constants = Constants::new(commit, &share.layout, applied, |group, t| {
             let hyper = &commit.groups[group];
             let scalars = Scalars::new(share.spec.rule, hyper, t, multiplier);
@@ -144,12 +145,12 @@ impl Job {
                 Correction::None => scalars,
             }
         });
-        let fetched = run.clone().map(|owned| self.gradients.fetch_gradient(owned, commit.step));
+        let fetched = run.iter().map(|&owned| self.gradients.fetch_gradient(owned, commit.step));
         let fetched = fetched.collect::<Result<Vec<_>, _>>()?;
         let (gradients, slot, dtype) = (&self.gradients, share.slot(commit.step), share.spec.gradient_dtype);
         let lone: Vec<_> =
-            run.clone().map(|owned| lock(gradients.contribution(owned, slot, Contributor::LONE))).collect();
-        let sums: Vec<_> = run.clone().map(|owned| gradients.accumulator(owned, slot).map(lock)).collect();
+            run.iter().map(|&owned| lock(gradients.contribution(owned, slot, Contributor::LONE))).collect();
+        let sums: Vec<_> = run.iter().map(|&owned| gradients.accumulator(owned, slot).map(lock)).collect();
         let whole = |index: usize| match (&fetched[index], &sums[index]) {
             (Some(region), Some(_)) => Gradient::f32(region.f32()),
             (Some(region), None) => cast(region.bytes().into(), dtype),
@@ -157,10 +158,10 @@ impl Job {
             (None, None) => lone[index].gradient(dtype),
         };
         let version = commit.step.version();
-        let mut images: Vec<_> = run.clone().map(|owned| self.images.to_make(owned, version)).collect();
+        let mut images: Vec<_> = run.iter().map(|&owned| self.images.to_make(owned, version)).collect();
         let mut compute = |states: Vec<StateMut<'_>>, guard: &dyn Guard| {
-            let shards = run.clone().zip(states).zip(&mut images).enumerate();
-            let blocks = shards.map(|(index, ((owned, state), image))| {
+            let shards = run.iter().zip(states).zip(&mut images).enumerate();
+            let blocks = shards.map(|(index, ((&owned, state), image))| {
                 self.cut(owned, whole(index), state, image.overwrite())
             });
             let block = |mut block: Block<'_>| {
@@ -173,10 +174,10 @@ impl Job {
             self.compute.groups(blocks.collect(), block, || self.protocol.notify_owed());
         };
         match &self.tier.together {
-            Some(together) => together.update_run(run.clone(), &mut |states| compute(states, &Unguarded))?,
+            Some(together) => together.update_run(run, &mut |states| compute(states, &Unguarded))?,
             None => {
                 let update = &mut |state: StateMut<'_>, guard: &dyn Guard| compute(vec![state], guard);
-                self.tier.state.update(run.first(), version, update)?;
+                self.tier.state.update(first, version, update)?;
             }
         }
         images.iter_mut().for_each(|image| image.set(Some(version)));

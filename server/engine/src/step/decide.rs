@@ -7,7 +7,7 @@ use super::{
     refusal::Refusal,
     shard::ShardProgress,
 };
-use crate::ids::{OwnedShard, OwnedShards};
+use crate::ids::OwnedShard;
 
 impl Machine {
     /// Checks that a step's gradient statistics may be requested.
@@ -97,13 +97,15 @@ impl Machine {
 
     /// Updates of some shards are done: their images can be pulled and their gradient slots are free. Returns the
     /// updates that can follow.
-    pub fn updated(&mut self, run: &OwnedShards, step: Step) -> Vec<Work> {
-        for shard in &mut self.shards[run.indices()] {
+    pub fn updated(&mut self, run: &[OwnedShard], step: Step) -> Vec<Work> {
+        for owned in run {
+            let shard = &mut self.shards[owned.index()];
             assert_eq!(shard.version.next_step(), step, "updates of a shard run in order");
             shard.version = step.version();
             shard.slot_mut(step).free();
         }
-        let mut works = Vec::from_iter(self.next_update(run.end(), step));
+        let last = run.last().copied();
+        let mut works = Vec::from_iter(last.and_then(|last| self.next_update(last.next(), step)));
         works.extend(self.release_held());
         works
     }

@@ -6,7 +6,7 @@
 use longshore_proto::{Incarnation, Placement, PlacementChange, ServerId, ShardId, Step, Version};
 
 use super::{
-    machine::{Machine, Phase, Work},
+    machine::{Machine, NOT_OWNED, Phase, Work},
     refusal::Refusal,
     shard::ShardProgress,
 };
@@ -55,6 +55,11 @@ impl Machine {
         self.shards[owned.index()].span.contains(&step.0)
     }
 
+    /// Returns true if this server has no step of a shard, neither before nor after.
+    pub fn is_unowned(&self, owned: OwnedShard) -> bool {
+        self.shards[owned.index()].span.is_empty()
+    }
+
     /// The shards that this server owns at a step.
     pub(super) fn owned_at(&self, step: Step) -> impl Iterator<Item = &ShardProgress> {
         self.shards.iter().filter(move |shard| shard.span.contains(&step.0))
@@ -83,7 +88,7 @@ impl Machine {
         self.reads.clear();
         (self.placement, self.has_moved) = (placement, true);
         for shard in &mut self.shards {
-            (shard.span, shard.version) = (u64::MAX..u64::MAX, record.version);
+            (shard.span, shard.version) = (NOT_OWNED, record.version);
         }
         self.begin(vec![record]);
         self.had_joined(ranks);
@@ -187,7 +192,7 @@ impl Machine {
     pub fn forget(&mut self, owned: OwnedShard) -> bool {
         let is_handed = self.is_handed(owned);
         if is_handed {
-            self.shards[owned.index()].span = u64::MAX..u64::MAX;
+            self.shards[owned.index()].span = NOT_OWNED;
         }
         is_handed
     }

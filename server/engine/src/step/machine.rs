@@ -7,12 +7,13 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    ops::Range,
     sync::Arc,
 };
 
 use longshore_proto::{
     Commit, ContributionChunk, Incarnation, JobSpec, Layout, LeftOut, MicroStep, Placement, Rank, ServerId,
-    Step, Version,
+    ShardId, Step, Version,
 };
 
 use super::{refusal::Refusal, shard::ShardProgress};
@@ -24,6 +25,9 @@ use crate::{
 /// Number of commits kept for ranks that ask late. A living rank is at most two steps behind, and a rank that
 /// joins again needs only the last.
 pub(super) const COMMITS_KEPT: usize = 8;
+
+/// Steps at which this server owns a shard that it has a place for alone.
+pub(super) const NOT_OWNED: Range<u64> = u64::MAX..u64::MAX;
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Phase {
@@ -146,7 +150,7 @@ pub struct Machine {
     pub(super) commits: VecDeque<Decided>,
     pub(super) ranks: Vec<RankState>,
     pub(super) shards: Vec<ShardProgress>,
-    /// Index among the owned shards, by shard. None for a foreign shard.
+    /// Index among the shards that this server has a place for, by shard.
     pub(super) owned: Vec<Option<OwnedShard>>,
     pub(super) server: ServerId,
     /// The placement as of the newest decision.
@@ -170,17 +174,26 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// The server may own the shards that `placement` gives it, and owns them from the start unless it
+    /// The server has a place for each of `places`. It owns those that `placement` gives it from the start, unless it
     /// [begins without them](Machine::begin_without_shards).
-    pub fn new(spec: Arc<JobSpec>, layout: Arc<Layout>, placement: Placement, server: ServerId) -> Machine {
-        let owned_shards = placement.owned(server);
+    pub fn new(
+        spec: Arc<JobSpec>,
+        layout: Arc<Layout>,
+        placement: Placement,
+        server: ServerId,
+        places: &[ShardId],
+    ) -> Machine {
         let mut owned = vec![None; layout.shards() as usize];
-        let mut shards = Vec::with_capacity(owned_shards.len());
-        for (index, shard) in OwnedShards::all(owned_shards.len()).zip(owned_shards.iter().copied()) {
+        let mut shards = Vec::with_capacity(places.len());
+        for (index, &shard) in OwnedShards::all(places.len()).zip(places) {
             owned[shard.index()] = Some(index);
             let chunks = layout.chunks(shard, spec.gradient_dtype);
             let contributors = layout.contributors(shard);
-            shards.push(ShardProgress::new(shard, chunks, spec.gradient_slots(), contributors));
+            let mut progress = ShardProgress::new(shard, chunks, spec.gradient_slots(), contributors);
+            if placement.owner(shard) != server {
+                progress.span = NOT_OWNED;
+            }
+            shards.push(progress);
         }
         let ranks = vec![RankState::default(); spec.world_size as usize];
         Machine {
@@ -297,7 +310,10 @@ impl Machine {
 
     pub fn check_not_loading(&self) -> Result<(), Refusal> {
         match self.phase {
-            Phase::Loading => Err(Refusal::Loading { missing: self.shards.len() }),
+            Phase::Loading => {
+                let missing = self.shards.iter().filter(|shard| !shard.span.is_empty()).count();
+                Err(Refusal::Loading { missing })
+            }
             _ => Ok(()),
         }
     }

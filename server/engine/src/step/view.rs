@@ -7,7 +7,6 @@ use longshore_proto::{
 use super::{
     machine::{Decided, Machine, Phase},
     refusal::Refusal,
-    shard::ShardProgress,
 };
 use crate::ids::{Contributor, OwnedShard, OwnedShards};
 
@@ -182,14 +181,18 @@ impl Machine {
         (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
     }
 
-    /// Returns the shards from `first` on that have the version before this step, at most `most` of them. All
-    /// have as many contributors as the first one, so that their gradients are divided by the same number.
-    pub fn updatable(&self, first: OwnedShard, most: usize, step: Step) -> OwnedShards {
+    /// Returns this server's shards from `first` on that have the version before this step. At most `most(n)` where `n`
+    /// shards come before them. All have as many contributors as the first one, so that their gradients are divided by
+    /// the same number.
+    pub fn updatable(&self, first: OwnedShard, most: impl Fn(usize) -> usize, step: Step) -> Vec<OwnedShard> {
         let contributors = self.shards[first.index()].contributors.len();
-        let fits = |shard: &&ShardProgress| {
-            shard.can_update(step) && shard.span.contains(&step.0) && shard.contributors.len() == contributors
+        let fits = |&owned: &OwnedShard| {
+            let shard = &self.shards[owned.index()];
+            shard.can_update(step) && shard.contributors.len() == contributors
         };
-        first.run(self.shards[first.index()..].iter().take(most).take_while(fits).count())
+        let owned = || OwnedShards::all(self.shards.len()).filter(|&owned| self.owns(owned, step));
+        let before = owned().take_while(|&owned| owned < first).count();
+        owned().skip(before).take(most(before)).take_while(fits).collect()
     }
 
     /// The decision on a step and Adam's t after it, while it is kept.

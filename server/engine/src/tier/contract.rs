@@ -13,7 +13,7 @@ use super::{
     state::{StateMut, StateRef},
 };
 use crate::{
-    ids::{OwnedShard, OwnedShards},
+    ids::OwnedShard,
     memory::Slab,
     record::{Joined, Record},
 };
@@ -147,7 +147,7 @@ pub trait Tier: Send + Sync {
 /// A tier gives this if its state is all in memory and it has nothing to do around a shard's update.
 pub trait Together: Send + Sync {
     /// Runs the updates of several shards as one.
-    fn update_run(&self, owned: OwnedShards, update: &mut dyn FnMut(Vec<StateMut<'_>>)) -> Result<(), Fault>;
+    fn update_run(&self, run: &[OwnedShard], update: &mut dyn FnMut(Vec<StateMut<'_>>)) -> Result<(), Fault>;
 }
 
 /// A tier gives this if the server's next process finds the state.

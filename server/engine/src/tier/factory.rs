@@ -1,6 +1,6 @@
 //! Factory of tiers, the only file of the engine that knows them by kind. Each `match` asks for a new tier.
 
-use longshore_proto::{Fault, JobSpec, Layout, ShardId, TierKind};
+use longshore_proto::{Fault, JobSpec, Layout, Placement, ServerId, ShardId, TierKind};
 
 use super::{
     Header,
@@ -25,6 +25,15 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
         // Files in a tmpfs take DRAM.
         TierKind::Shm => StoreNeed { buffers: shm::overhead(spec, layout, owned), ..in_dram },
         TierKind::Nvme => nvme::need(spec, layout, owned, storage),
+    }
+}
+
+/// The shards for which a server has a place, in forward order. In memory a place is address space, which any shard
+/// has; elsewhere the shards that the server is opened with have one.
+pub fn places(spec: &JobSpec, layout: &Layout, placement: &Placement, server: ServerId) -> Vec<ShardId> {
+    match spec.tier {
+        TierKind::Memory => (0..layout.shards()).map(ShardId).collect(),
+        TierKind::Shm | TierKind::Nvme => placement.owned(server),
     }
 }
 

@@ -10,7 +10,7 @@ use super::{
     fault::exhausted,
 };
 use crate::{
-    ids::{OwnedShard, OwnedShards},
+    ids::OwnedShard,
     lock,
     memory::{AllocationError, Region, Slab},
     threads::ThreadPool,
@@ -27,8 +27,14 @@ pub(super) fn open(inputs: &Inputs<'_>, pool: &ThreadPool) -> Result<Opened, Fau
     let lengths: Vec<usize> =
         inputs.owned.iter().map(|&shard| inputs.layout.shard_len(shard) as usize).collect();
     let shapes = Shape::of_shards(inputs.spec, inputs.layout, inputs.owned);
-    let slab = Slab::allocate(MemoryTier::bytes(&lengths, &shapes)).map_err(exhausted)?;
-    let tier = Arc::new(MemoryTier::over(slab, &lengths, shapes, pool).map_err(exhausted)?);
+    let used: Vec<bool> =
+        inputs.owned.iter().map(|&shard| inputs.placement.owner(shard) == inputs.server).collect();
+    let sizes = sizes(&lengths, &shapes);
+    let touched = sizes.iter().zip(used.iter().flat_map(|used| [used; 3])).filter(|(_, used)| **used);
+    let bytes = [Slab::bytes_for(sizes.iter().copied()), Slab::bytes_for(touched.map(|(size, _)| *size))];
+    let slab = Slab::allocate_sparse(bytes[0], bytes[1]).map_err(exhausted)?;
+    let regions = slab.carve_touching(&sizes, |region| used[region / 3], pool).map_err(exhausted)?;
+    let tier = Arc::new(MemoryTier::of(regions, shapes));
     let store = Store { together: Some(tier.clone()), ..Store::of(tier) };
     Ok(Opened { store, buffers: None, recovered: Recovered::Nothing })
 }
@@ -46,13 +52,18 @@ impl MemoryTier {
         shapes: Vec<Shape>,
         pool: &ThreadPool,
     ) -> Result<MemoryTier, AllocationError> {
-        let mut regions = slab.carve(&sizes(lengths, &shapes), pool)?.into_iter();
-        let mut shards = Vec::with_capacity(lengths.len());
+        Ok(MemoryTier::of(slab.carve(&sizes(lengths, &shapes), pool)?, shapes))
+    }
+
+    /// `regions` has three arrays for each shard.
+    fn of(regions: Vec<Region>, shapes: Vec<Shape>) -> MemoryTier {
+        let mut regions = regions.into_iter();
+        let mut shards = Vec::with_capacity(shapes.len());
         while let (Some(master), Some(first), Some(second)) = (regions.next(), regions.next(), regions.next())
         {
             shards.push(Mutex::new([master, first, second]));
         }
-        Ok(MemoryTier { shapes, shards })
+        MemoryTier { shapes, shards }
     }
 }
 
@@ -93,11 +104,11 @@ impl Tier for MemoryTier {
 }
 
 impl Together for MemoryTier {
-    fn update_run(&self, owned: OwnedShards, update: &mut dyn FnMut(Vec<StateMut<'_>>)) -> Result<(), Fault> {
-        let mut shards: Vec<_> = self.shards[owned.indices()].iter().map(lock).collect();
-        let states = shards.iter_mut().zip(&self.shapes[owned.indices()]);
-        let states =
-            states.map(|(shard, &shape)| StateMut::new(shape, shard.each_mut().map(Region::bytes_mut)));
+    fn update_run(&self, run: &[OwnedShard], update: &mut dyn FnMut(Vec<StateMut<'_>>)) -> Result<(), Fault> {
+        let mut shards: Vec<_> = run.iter().map(|owned| lock(&self.shards[owned.index()])).collect();
+        let states = shards.iter_mut().zip(run).map(|(shard, owned)| {
+            StateMut::new(self.shapes[owned.index()], shard.each_mut().map(Region::bytes_mut))
+        });
         update(states.collect());
         Ok(())
     }

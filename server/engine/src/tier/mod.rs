@@ -21,7 +21,7 @@ pub use contract::{
     Durable, Guard, ImageAge, ImageStore, Interrupted, KeptMemory, KeptShard, Opened, Recovered, Store,
     Taken, Tier, Together, Turn, Unguarded, WriteBehind,
 };
-pub use factory::{hands_over, keeps_buffers, need, open};
+pub use factory::{hands_over, keeps_buffers, need, open, places};
 pub use folder::Header;
 pub use gradients::{GradientId, GradientStore, Kind, Moved, Transfer};
 pub use state::{Shape, StateMut, StateRef};

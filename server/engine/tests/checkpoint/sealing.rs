@@ -161,11 +161,11 @@ fn a_checkpoint_is_held_given_up_and_held_again_before_it_starts() {
     let job = &cluster.jobs[0];
     let restoring = job.progress().restoring.expect("what is held");
     assert!(restoring.held && restoring.checkpoint == "two", "{restoring:?}");
-    assert_eq!((restoring.shards, job.progress().missing.len()), (job.owned().len() as u32, 0));
+    assert_eq!((restoring.shards, job.progress().missing.len()), (job.opened().len() as u32, 0));
     assert!(cluster.is_loading());
     job.release().unwrap();
     job.release().unwrap();
-    assert_eq!((job.progress().restoring, job.progress().missing.len()), (None, job.owned().len()));
+    assert_eq!((job.progress().restoring, job.progress().missing.len()), (None, job.opened().len()));
     assert_eq!(job.start_held(&ids[0]).unwrap_err().field, "restore");
     hold("two");
     assert_eq!(job.start_held("another").unwrap_err().field, "restore");

@@ -52,7 +52,7 @@ impl Pair {
         for (shard, owner) in placement.owners.iter_mut().enumerate() {
             *owner = ServerId(u32::from(!OWNED.contains(&ShardId(shard as u32))));
         }
-        let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), placement, ServerId(0));
+        let machine = Machine::new(Arc::clone(&spec), Arc::clone(&layout), placement, ServerId(0), &OWNED);
         let model = Model::new(&spec, &layout, &OWNED);
         let (tickets, works, answers) = (Vec::new(), Vec::new(), BTreeMap::new());
         let mut pair = Pair { noise, spec, machine, model, tickets, works, answers };
@@ -255,7 +255,7 @@ impl Pair {
                 assert_eq!(complete, self.model.summed(owned.index(), step.0, nonfinite.is_some()));
             }
             Work::Update { owned, step } => {
-                self.works.extend(self.machine.updated(&owned.run(1), step));
+                self.works.extend(self.machine.updated(&[owned], step));
                 self.model.updated(owned.index(), step.0);
                 self.check_updates();
             }

@@ -88,7 +88,9 @@ fn a_slice_lies_inside_its_shard() {
         let fault = job.check_slice(&bad, Dtype::Bf16).unwrap_err();
         check(&fault, (Invalid, "slice", &["elements at", "inside the shard's", "cut the slice"]));
     }
-    for foreign in [1, 3, u32::MAX] {
+    let fault = job.copy_image(&slice(1, 0, 1), Version(1)).err().unwrap();
+    check(&fault, (Precondition, "shard", &["shard is 1", "server 1's", "placement"]));
+    for foreign in [3, u32::MAX] {
         let fault = job.check_slice(&slice(foreign, 0, 1), Dtype::Bf16).unwrap_err();
         check(&fault, (NotFound, "shard", &["of 3 in the job"]));
         let fault = job.copy_image(&slice(foreign, 0, 1), Version(1)).err().unwrap();

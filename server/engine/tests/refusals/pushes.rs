@@ -34,7 +34,7 @@ const CASES: &[Case] = &[
         |c| c.incarnation = Incarnation(0),
         (Fenced, "incarnation", &["incarnation is 0", "rank 1", "stop this process"]),
     ),
-    (|c| c.contribution.shard = ShardId(1), (NotFound, "shard", &["shard is 1", "of 3 in the job", "owner"])),
+    (|c| c.contribution.shard = ShardId(1), (Precondition, "shard", &["shard is 1", "server 1's", "owner"])),
     (|c| c.contribution.shard = ShardId(3), (NotFound, "shard", &["shard is 3"])),
     (|c| c.contribution.shard = ShardId(u32::MAX), (NotFound, "shard", &["of 3 in the job"])),
     (|c| c.dtype = Dtype::Bf16, (Invalid, "dtype", &["bf16", "f32, as the job was opened"])),

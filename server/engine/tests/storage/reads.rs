@@ -40,7 +40,7 @@ fn spilled() -> Dirs {
 
 /// Returns a slice of any shard, at most a chunk long.
 fn some_slice(job: &Job, noise: &mut Noise) -> Slice {
-    let shard = noise.pick(job.owned());
+    let shard = noise.pick(&job.opened());
     let length = job.layout().shard_len(shard);
     let offset = noise.below(length as usize) as u64;
     let most = (length - offset).min(CHUNK_BYTES as u64 / 2);
@@ -59,7 +59,7 @@ fn chunks(job: &Job) -> Vec<Slice> {
         let chunk = move |offset: u64| Slice { shard, offset, elements: most.min(length - offset) };
         (0..length.div_ceil(most)).map(move |index| chunk(index * most)).collect::<Vec<_>>()
     };
-    job.owned().iter().flat_map(of_shard).collect()
+    job.opened().iter().flat_map(of_shard).collect()
 }
 
 /// Pulls a slice, if its version is there.

@@ -16,7 +16,7 @@ pub(super) use self::{
 };
 use super::{compute::Compute, share::Share};
 use crate::{
-    ids::{Contributor, GradientSlot, OwnedShard, OwnedShards},
+    ids::{Contributor, GradientSlot, OwnedShard},
     kernels::Statistics,
     lock,
     memory::Region,
@@ -107,9 +107,9 @@ impl Gradients {
     }
 
     /// Releases the memory that senders lent for a step, once these shards are updated.
-    pub(super) fn give_back(&self, run: OwnedShards, step: Step) {
+    pub(super) fn give_back(&self, run: &[OwnedShard], step: Step) {
         let slot = self.share.slot(step);
-        let used = self.shards[run.indices()].iter().flat_map(|shard| &shard.contributions[slot.index()]);
+        let used = run.iter().flat_map(|owned| &self.shards[owned.index()].contributions[slot.index()]);
         used.for_each(|rank| lock(rank).give_back());
     }
 
