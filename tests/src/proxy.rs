@@ -36,7 +36,8 @@ struct Line {
     passed: AtomicU64,
     /// The instant at which the line has sent all bytes accepted so far.
     busy_until: Mutex<Instant>,
-    stopped: AtomicBool,
+    /// Towards the server, and back.
+    stopped: [AtomicBool; 2],
     ended: AtomicBool,
 }
 
@@ -53,7 +54,7 @@ impl Proxy {
             lag: AtomicU64::new(0),
             passed: AtomicU64::new(0),
             busy_until: Mutex::new(Instant::now()),
-            stopped: AtomicBool::new(false),
+            stopped: Default::default(),
             ended: AtomicBool::new(false),
         });
         let accepting = Arc::clone(&line);
@@ -84,11 +85,16 @@ impl Proxy {
 
     /// Stops both directions. Connections stay open.
     pub fn stop(&self) {
-        self.line.stopped.store(true, Relaxed);
+        self.stop_ways([true, true]);
+    }
+
+    /// Stops the way towards the server, the way back, or both.
+    pub fn stop_ways(&self, ways: [bool; 2]) {
+        self.line.stopped.iter().zip(ways).for_each(|(stopped, stop)| stopped.store(stop, Relaxed));
     }
 
     pub fn go_on(&self) {
-        self.line.stopped.store(false, Relaxed);
+        self.stop_ways([false, false]);
     }
 
     /// Waits until `bytes` more bytes have gone towards the server.
@@ -148,7 +154,7 @@ impl Line {
     fn deliver(&self, mut to: &TcpStream, pieces: &mpsc::Receiver<Piece>, forth: bool) {
         for (due, piece) in pieces {
             thread::sleep(due.saturating_duration_since(Instant::now()));
-            while self.stopped.load(Relaxed) && !self.ended.load(Relaxed) {
+            while self.stopped[usize::from(!forth)].load(Relaxed) && !self.ended.load(Relaxed) {
                 thread::sleep(POLL);
             }
             if self.ended.load(Relaxed) || to.write_all(&piece).is_err() {

@@ -1,10 +1,11 @@
 //! A job's servers change while its ranks train, and the weights are those of an undisturbed run.
 
-use std::time::Duration;
+use std::{thread::sleep, time::Duration};
 
 use longshore_tests::{
     command::{Output, longshore},
     conformance::cluster::eventually,
+    proxy::Proxy,
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
     soak,
@@ -187,6 +188,43 @@ fn a_rank_is_killed_while_servers_come_and_go() {
     let alone = server::servers(1, &ServerOptions::new());
     let expected = finish(start(&train.servers(&server::addresses(&alone)), 2)).end.state_hash;
     assert_eq!(finish(running).end.state_hash, expected);
+}
+
+/// Links of 25 MB/s stop one way or both at any moment of a change, for up to two seconds.
+fn bad_links(lag: Duration, stops: u64, steps: u64, more: &[&str]) {
+    let (train, mut random) = (Train::new(steps).args(["--layers", "3"]).args(more), Random::new());
+    let expected = train.undisturbed().hash;
+    let servers = server::servers(3, &ServerOptions::new().allow("cannot be fetched yet"));
+    let links: Vec<Proxy> = servers.iter().map(Proxy::before).collect();
+    links.iter().for_each(|link| (link.slow_to(25 << 20), link.lag(lag)).1);
+    let addresses: Vec<String> = links.iter().map(|link| link.address().to_string()).collect();
+    let train = train.servers(&addresses[..1]).args(["--transport", "tcp"]);
+    let mut running = train.allow("waiting for a server").allow("cannot be").start();
+    running.until_started();
+    for _ in 0..stops {
+        let wishes = [vec![0, 1, 2], vec![0, 1], vec![0, 2], vec![0]];
+        let to: Vec<&str> =
+            wishes[random.below(4) as usize].iter().map(|&of: &usize| &*addresses[of]).collect();
+        let asked = ["scale", "--job", "default", "--servers", &addresses[0], "--to", &to.join(",")];
+        let asked = longshore(asked);
+        assert_eq!(asked.code, 0, "{asked:?}");
+        sleep(random.part_of(Duration::from_millis(500)));
+        let ways = [[true, false], [false, true], [true, true]][random.below(3) as usize];
+        let link = &links[random.below(3) as usize];
+        link.stop_ways(ways);
+        sleep(random.part_of(Duration::from_secs(2)));
+        link.go_on();
+    }
+    links.iter().for_each(|link| link.lag(Duration::ZERO));
+    assert_eq!(running.finish().end.state_hash, expected);
+}
+
+#[test]
+fn servers_come_and_go_over_links_that_stop_one_way() {
+    bad_links(Duration::from_millis(2), soak::pick(5, 60), soak::pick(STEPS, 8 * STEPS), &[]);
+    if soak::runs() {
+        bad_links(Duration::from_millis(200), 40, 100, &["--delay", "1"]);
+    }
 }
 
 /// Rank 0 dies at any moment of a change, and its next process goes on from there.
