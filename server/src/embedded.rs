@@ -1,7 +1,12 @@
 //! A server inside another program's process, for runs without `--servers`.
 
-use std::{sync::mpsc, thread, time::Duration};
+use std::{
+    sync::{Arc, mpsc},
+    thread,
+    time::Duration,
+};
 
+use longshore_wire::local::Local;
 use tokio::{
     runtime::{Builder, Runtime},
     time::timeout,
@@ -17,10 +22,13 @@ use crate::{
 /// Longest wait for calls that work on files, and then for updates in progress, when a server ends.
 const LET_GO: Duration = Duration::from_secs(10);
 
-/// A server on a Unix socket that only this user and root may dial, ended by drop. Its stored jobs are recovered by the
+/// A server on a Unix socket that only this user and root may dial, ended by drop. Sessions of this process reach it
+/// without the socket. Its stored jobs are recovered by the
 /// next server with the same folders, even in another process.
 pub struct Embedded {
     address: String,
+    /// Calls of this process. None once ended.
+    here: Option<Arc<Local>>,
     /// None once ended.
     running: Option<(Server, Runtime)>,
     /// Removed after the socket.
@@ -40,7 +48,11 @@ impl Embedded {
         let runtime = crate::runtime("server")
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
         let server = runtime.block_on(Server::start(config))?;
-        Ok(Embedded { address: server.shown(), running: Some((server, runtime)), _folder: folder })
+        let here = {
+            let _entered = runtime.enter();
+            Some(server.serve_here())
+        };
+        Ok(Embedded { address: server.shown(), here, running: Some((server, runtime)), _folder: folder })
     }
 
     /// Returns the address for `--servers` of other processes of this host: `unix:/path`.
@@ -53,6 +65,7 @@ impl Drop for Embedded {
     /// Waits until nothing uses the jobs' folders, since the next server locks them. Work that outlasts the wait
     /// continues in the background.
     fn drop(&mut self) {
+        self.here = None;
         let Some((server, runtime)) = self.running.take() else { return };
         // The caller may be a runtime thread, where blocking would panic. The server is handed over only once the
         // ending thread exists.
@@ -95,7 +108,38 @@ mod tests {
         path::{Path, PathBuf},
     };
 
+    use longshore_wire::{
+        local,
+        v1::{ListJobsRequest, admin_client::AdminClient},
+    };
+    use tonic::Code;
+    use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+
     use super::*;
+
+    #[test]
+    fn calls_of_this_process_need_no_socket_and_end_with_the_server() {
+        let server = Embedded::start(|config| Config { memory: 1 << 24, threads: 1, ..config }).unwrap();
+        let socket = server.address().strip_prefix("unix:").unwrap();
+        fs::remove_file(socket).unwrap();
+        let channel = local::channel(server.address()).unwrap();
+        let caller = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let mut admin = AdminClient::new(channel.clone());
+        let listed = caller.block_on(admin.list_jobs(ListJobsRequest {})).unwrap().into_inner();
+        assert!(listed.jobs.is_empty() && listed.unix_micros > 0);
+        let mut health = HealthClient::new(channel);
+        let watched = caller.block_on(health.watch(HealthCheckRequest::default()));
+        let mut healths = watched.unwrap().into_inner();
+        assert!(caller.block_on(healths.message()).unwrap().is_some());
+        let address = server.address().to_string();
+        drop(server);
+        assert_eq!(caller.block_on(healths.message()).unwrap_err().code(), Code::Unavailable);
+        assert_eq!(
+            caller.block_on(admin.list_jobs(ListJobsRequest {})).unwrap_err().code(),
+            Code::Unavailable
+        );
+        assert!(local::channel(&address).is_none());
+    }
 
     #[test]
     fn no_other_user_can_dial_it_and_its_socket_goes_with_it() {

@@ -67,7 +67,7 @@ impl Network {
 
 pub(crate) fn connect(sim: &Arc<Sim>, from: ProcessId, address: &str) -> Channel {
     let (sim, address) = (Arc::clone(sim), address.to_string());
-    Channel::simulated(move |request| carry(Arc::clone(&sim), from, address.clone(), request))
+    Channel::carried(move |request| carry(Arc::clone(&sim), from, address.clone(), request))
 }
 
 fn gone(why: &str) -> Box<dyn std::error::Error + Send + Sync> {

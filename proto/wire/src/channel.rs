@@ -1,4 +1,4 @@
-//! A connection for calls: tonic's channel with its caller's token on each call, or a simulated link.
+//! A connection for calls: tonic's channel with its caller's token on each call, or a link of another kind.
 
 use std::{
     error::Error,
@@ -24,7 +24,7 @@ pub struct Channel(Link);
 enum Link {
     /// A connection that redials by itself.
     Dialled(channel::Channel, Option<Credentials>),
-    Simulated(Arc<dyn Fn(Request<Body>) -> Answer + Send + Sync>),
+    Carried(Arc<dyn Fn(Request<Body>) -> Answer + Send + Sync>),
 }
 
 impl Channel {
@@ -34,9 +34,9 @@ impl Channel {
         Channel(Link::Dialled(channel, credentials))
     }
 
-    /// A link whose calls `carry` answers.
-    pub fn simulated(carry: impl Fn(Request<Body>) -> Answer + Send + Sync + 'static) -> Channel {
-        Channel(Link::Simulated(Arc::new(carry)))
+    /// A link whose calls `carry` answers: to a server of this process, or simulated.
+    pub fn carried(carry: impl Fn(Request<Body>) -> Answer + Send + Sync + 'static) -> Channel {
+        Channel(Link::Carried(Arc::new(carry)))
     }
 }
 
@@ -48,7 +48,7 @@ impl Service<Request<Body>> for Channel {
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
         match &mut self.0 {
             Link::Dialled(channel, _) => channel.poll_ready(context).map_err(Into::into),
-            Link::Simulated(_) => Poll::Ready(Ok(())),
+            Link::Carried(_) => Poll::Ready(Ok(())),
         }
     }
 
@@ -61,7 +61,7 @@ impl Service<Request<Body>> for Channel {
                 let answer = channel.call(request);
                 Box::pin(async { Ok(answer.await?) })
             }
-            Link::Simulated(carry) => carry(request),
+            Link::Carried(carry) => carry(request),
         }
     }
 }

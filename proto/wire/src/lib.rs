@@ -8,6 +8,7 @@ mod convert;
 pub mod dial;
 pub mod direct;
 pub mod frame;
+pub mod local;
 mod mark;
 pub mod memfd;
 mod parts;

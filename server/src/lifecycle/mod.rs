@@ -1,6 +1,7 @@
 //! Life of a server: start, serve, drain, stop.
 
 mod drain;
+mod here;
 mod prepared;
 mod serving;
 
@@ -8,14 +9,19 @@ use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 
 use longshore_engine::kernels::Isa;
 use longshore_proto::Fault;
-use longshore_wire as wire;
+use longshore_wire::{self as wire, local::Local};
 use tokio::{
+    runtime::Handle,
     signal::unix::{Signal, SignalKind, signal},
     sync::watch,
     task::JoinHandle,
 };
+use tonic::service::Routes;
 
-use self::prepared::{Listening, Prepared};
+use self::{
+    prepared::{Listening, Prepared},
+    serving::Served,
+};
 use crate::{
     config::{Config, ConfigError},
     directories::Directories,
@@ -34,6 +40,8 @@ pub struct Server {
     address: Option<SocketAddr>,
     config: Config,
     services: Services,
+    /// The services as callers of this process reach them, without a socket.
+    users: Routes,
     stop: watch::Sender<bool>,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
     health: tonic_health::server::HealthReporter,
@@ -55,7 +63,7 @@ impl Server {
         let (stop, stopped) = watch::channel(false);
         let Prepared { services, stored, directories, register, linking } = prepared;
         let serving = serving::Serving { services: services.clone(), register, linking, descriptors };
-        let (serving, health) = serving.start(&config, listening, &stopped).await?;
+        let Served { task: serving, health, users } = serving.start(&config, listening, &stopped).await?;
         if let Some(http) = http {
             let scheme = if config.http_tls { "https" } else { "http" };
             tracing::info!(url = %format_args!("{scheme}://{http}/"), "status page and metrics");
@@ -69,7 +77,7 @@ impl Server {
             .name("recover".into())
             .spawn(move || jobs.recover(stored))
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
-        Ok(Server { address, config, services, stop, serving, health, _socket_file, directories })
+        Ok(Server { address, config, services, users, stop, serving, health, _socket_file, directories })
     }
 
     /// Returns the TCP address. Without one the port is 0.
@@ -80,6 +88,15 @@ impl Server {
     /// Returns the address for `--servers`: that of TCP, or else the Unix socket.
     pub fn shown(&self) -> String {
         shown(self.address, &self.config)
+    }
+
+    /// Answers the calls that this process makes to the server's own address, until the returned value is dropped. The
+    /// caller must be inside the server's runtime.
+    pub(crate) fn serve_here(&self) -> Arc<Local> {
+        let (users, runtime) = (self.users.clone(), Handle::current());
+        wire::local::serve(&self.shown(), &self.services.bounds, move |request| {
+            here::carry(&users, &runtime, request)
+        })
     }
 
     /// Returns the jobs, and the locks on their folders, after serving has ended.

@@ -13,7 +13,7 @@ use longshore_wire::{
     v1::{admin_server::AdminServer, tensors_server::TensorsServer, training_server::TrainingServer},
 };
 use tokio::{sync::watch, task::JoinHandle};
-use tonic::transport::Error;
+use tonic::{service::Routes, transport::Error};
 use tonic_health::server::HealthReporter;
 
 use super::{
@@ -50,13 +50,13 @@ pub(super) struct Serving {
 }
 
 impl Serving {
-    /// Serves until `stopped` is true. The returned reporter controls the health service.
+    /// Serves until `stopped` is true.
     pub(super) async fn start(
         self,
         config: &Config,
         listening: Listening,
         stopped: &watch::Receiver<bool>,
-    ) -> Result<(JoinHandle<Result<(), Error>>, HealthReporter), ServerError> {
+    ) -> Result<Served, ServerError> {
         let Serving { services, register, linking, descriptors } = self;
         let (bounds, jobs) = (Arc::clone(&services.bounds), Arc::clone(&services.jobs));
         let (health, health_service) = tonic_health::server::health_reporter();
@@ -68,8 +68,9 @@ impl Serving {
         let routes = |transport: &'static str, trust: &Trust| {
             let services = Services { transport, ..services.clone() };
             let health = Guard::new(health_service.clone(), trust);
-            Ok::<_, ServerError>(router(services, trust)?.add_service(health))
+            Ok::<_, ServerError>(of_listener(services, trust)?.add_service(health))
         };
+        let serve = |routes: Routes| http2().add_routes(routes);
         let stopping = stop_of(stopped);
         let listen = http::Listen { address: shown(listening.address(), config), tls: register.is_some() };
         let tcp = match (listening.tcp, &register) {
@@ -78,28 +79,30 @@ impl Serving {
                 let handshakes = Handshakes::new(tcp, Arc::clone(register), most);
                 let incoming = accept::incoming(handshakes, Arc::clone(&connections));
                 let routes = routes("tls", &Trust::Listed(Arc::clone(register)))?;
-                Some(routes.serve_with_incoming_shutdown(incoming, stopping).boxed())
+                Some(serve(routes).serve_with_incoming_shutdown(incoming, stopping).boxed())
             }
             (Some((tcp, _)), None) if config.insecure => {
                 let incoming = accept::incoming(tcp, Arc::clone(&connections));
-                Some(routes("tcp", &Trust::Anybody)?.serve_with_incoming_shutdown(incoming, stopping).boxed())
+                Some(
+                    serve(routes("tcp", &Trust::Anybody)?)
+                        .serve_with_incoming_shutdown(incoming, stopping)
+                        .boxed(),
+                )
             }
             (Some((tcp, _)), None) => {
                 let incoming = accept::incoming(Loopback::new(tcp), Arc::clone(&connections));
                 let trust = Trust::Neighbours(Members::of(None).map_err(ServerError::UnixGroup)?);
-                Some(routes("tcp", &trust)?.serve_with_incoming_shutdown(incoming, stopping).boxed())
+                Some(serve(routes("tcp", &trust)?).serve_with_incoming_shutdown(incoming, stopping).boxed())
             }
         };
         let tcp = OptionFuture::from(tcp).map(Option::transpose);
         let readers = register.as_ref().filter(|_| config.http_tls).map(|of| Readers::new(Arc::clone(of)));
         let expiring = Arc::clone(&connections).watch(register.clone());
-        let unix = match listening.unix.map(|socket| accept::incoming(socket, connections)) {
-            Some(incoming) => {
-                let routes = routes("unix", &Trust::User)?;
-                Some(routes.serve_with_incoming_shutdown(incoming, stop_of(stopped)))
-            }
-            None => None,
-        };
+        let users = routes("unix", &Trust::User)?;
+        let unix = listening.unix.map(|socket| {
+            let incoming = accept::incoming(socket, connections);
+            serve(users.clone()).serve_with_incoming_shutdown(incoming, stop_of(stopped))
+        });
         let unix = OptionFuture::from(unix).map(Option::transpose);
         let watched = register.is_some();
         let watching = register.map(|register| register.watch()).transpose().map_err(ServerError::Signals)?;
@@ -120,8 +123,17 @@ impl Serving {
                 _ = OptionFuture::from(watching), if watched => Ok(()),
             }
         });
-        Ok((serving, health))
+        Ok(Served { task: serving, health, users })
     }
+}
+
+/// A server that serves.
+pub(super) struct Served {
+    pub(super) task: JoinHandle<Result<(), Error>>,
+    /// Controls the health service.
+    pub(super) health: HealthReporter,
+    /// The services as this server's own user calls them.
+    pub(super) users: Routes,
 }
 
 /// Resolves when serving must stop.
@@ -132,8 +144,8 @@ fn stop_of(stopped: &watch::Receiver<bool>) -> impl Future<Output = ()> + use<> 
     }
 }
 
-/// Returns the services of one listener, with its HTTP/2 settings.
-fn router(services: Services, trust: &Trust) -> Result<tonic::transport::server::Router, ServerError> {
+/// Returns the services of one listener.
+fn of_listener(services: Services, trust: &Trust) -> Result<Routes, ServerError> {
     let descriptors = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(wire::FILE_DESCRIPTOR_SET)
@@ -143,22 +155,25 @@ fn router(services: Services, trust: &Trust) -> Result<tonic::transport::server:
     let reflection = descriptors().build_v1().map_err(failed)?;
     // Python's client uses the older reflection service.
     let older_reflection = descriptors().build_v1alpha().map_err(failed)?;
-    let mut builder = tonic::transport::Server::builder()
+    let training = TrainingServer::new(services.clone())
+        .max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
+    let admin = AdminServer::new(services.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
+    Ok(Routes::new(Guard::new(training, trust))
+        .add_service(Guard::new(DataPlane::new(services), trust))
+        .add_service(Guard::new(admin, trust))
+        .add_service(Guard::new(reflection, trust))
+        .add_service(Guard::new(older_reflection, trust)))
+}
+
+/// Returns the HTTP/2 settings of a listener.
+fn http2() -> tonic::transport::Server {
+    tonic::transport::Server::builder()
         .max_frame_size(Some(FRAME_BYTES))
         .initial_stream_window_size(Some(WINDOW_BYTES as u32))
         .initial_connection_window_size(Some(WINDOW_BYTES as u32))
         .max_concurrent_streams(Some(MAX_CONNECTION_CALLS))
         .http2_max_header_list_size(Some(MAX_HEADER_LIST_BYTES))
         .http2_max_local_error_reset_streams(Some(MAX_REFUSED_CALLS))
-        .http2_keepalive_interval(Some(KEEPALIVE));
-    let training = TrainingServer::new(services.clone())
-        .max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES)
-        .max_encoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
-    let admin = AdminServer::new(services.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
-    Ok(builder
-        .add_service(Guard::new(training, trust))
-        .add_service(Guard::new(DataPlane::new(services), trust))
-        .add_service(Guard::new(admin, trust))
-        .add_service(Guard::new(reflection, trust))
-        .add_service(Guard::new(older_reflection, trust)))
+        .http2_keepalive_interval(Some(KEEPALIVE))
 }

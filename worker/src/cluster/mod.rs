@@ -16,7 +16,7 @@ use std::sync::{Arc, atomic::AtomicU64};
 
 use futures_util::future::try_join_all;
 use longshore_proto::{JobName, JobSpec, Layout, Placement, ServerId};
-use longshore_wire::{frame::keep_buffers, tls::Credentials};
+use longshore_wire::{frame::keep_buffers, local, tls::Credentials};
 
 pub use self::{
     address::Address,
@@ -128,6 +128,11 @@ impl Cluster {
     /// Connects with a server, retrying until the end of `time`.
     pub(crate) async fn dial(&self, address: &str, time: (Instant, Instant)) -> Result<Peer> {
         let connections = self.options.connections;
+        // Calls of a server in this process run on this session's threads, which a caller's runtime need not have.
+        let may_be_here = self.options.transport.may_share() && self.pace.is_none() && self.runtime.is_own();
+        if let Some(channel) = local::channel(address).filter(|_| may_be_here) {
+            return Ok(Peer::without_sockets(address, connections, || channel.clone()));
+        }
         Peer::connect(address, self.credentials.as_ref(), connections, self.pace.as_ref(), time).await
     }
 

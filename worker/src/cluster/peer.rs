@@ -54,10 +54,7 @@ impl Peer {
         (start, end): (Instant, Instant),
     ) -> Result<Peer> {
         if let Some(simulated) = host::entered() {
-            let control = simulated.connect(address);
-            let data = || Connection { channel: simulated.connect(address), taps: Taps::default() };
-            let data = (0..connections).map(|_| data()).collect();
-            return Ok(Peer { address: address.into(), control, data });
+            return Ok(Peer::without_sockets(address, connections, || simulated.connect(address)));
         }
         let checked = Address::new(address, credentials)?;
         let control = dial(address, start, end, || checked.connect()).await?;
@@ -68,6 +65,12 @@ impl Peer {
             data.push(Connection { channel: dial(address, start, end, connect).await?, taps });
         }
         Ok(Peer { address: address.into(), control, data })
+    }
+
+    /// Returns a peer whose connections `connect` makes.
+    pub(super) fn without_sockets(address: &str, connections: usize, connect: impl Fn() -> Channel) -> Peer {
+        let data = || Connection { channel: connect(), taps: Taps::default() };
+        Peer { address: address.into(), control: connect(), data: (0..connections).map(|_| data()).collect() }
     }
 
     pub(crate) fn training(&self) -> TrainingClient<Channel> {

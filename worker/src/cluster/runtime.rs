@@ -82,6 +82,11 @@ impl Runtime {
         Ok(Runtime { executor, interrupt, tasks: Mutex::default() })
     }
 
+    /// Returns true if tasks run on the session's own threads.
+    pub(super) fn is_own(&self) -> bool {
+        matches!(self.executor, Executor::Own(_))
+    }
+
     fn handle(&self) -> Option<&Handle> {
         match &self.executor {
             Executor::Own(own) => Some(own.handle()),

@@ -31,7 +31,7 @@ use super::{
     socket::{Certificate, Socket},
     tap::{Line, Tap, Taps},
 };
-use crate::mark::Mark;
+use crate::{mark::Mark, memfd::uid};
 
 /// Size of the buffer for frame headers and copied bytes.
 const BUFFER_BYTES: usize = 16 * 1024;
@@ -398,6 +398,12 @@ pub struct Connection {
 pub type Kept = Vec<Box<dyn Any + Send>>;
 
 impl Connection {
+    /// Returns the connection of a caller in the server's own process, which has no socket.
+    pub(crate) fn local(bounds: &Arc<Bounds>) -> Connection {
+        let account = bounds.account(Owner::User(uid()));
+        Connection { taps: Taps::default(), account, certificate: None, kept: Arc::default() }
+    }
+
     /// Returns a call's connection. None if the call did not come through a [`Direct`].
     pub fn of(extensions: &http::Extensions) -> Option<&Connection> {
         extensions.get()
