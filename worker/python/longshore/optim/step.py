@@ -528,7 +528,7 @@ class Stepping(Connected):
         if reports:
             self.last_report = reports[-1]
         skipped = [report for report in reports if report.skipped]
-        self._applied += len(reports) - len(skipped)
+        self._applied.fill_(self._applied.item() + len(reports) - len(skipped))
         if self._options.loss_scale is not None and self._options.loss_scale.dynamic:
             return  # the dynamic scale is found by skipped steps
         if skipped and self._options.nonfinite == "raise":

@@ -222,7 +222,6 @@ class Weights:
         if self._lending is not None:
             self._lending.release()
 
-    @torch.no_grad()
     def _read(self, columns: Columns, *, is_asked_now: bool = False) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             params, tensors = columns.params, columns.tensors
@@ -245,7 +244,8 @@ class Weights:
                 places = [param.place(at) for param, at in zip(params, memory, strict=True)]
                 tensors = [param.tensor for param in params if param.index not in indices]
             if self._job.read_weights(places) is not None:
-                self._copy(staged)
+                if staged:
+                    self._copy(staged)
                 torch.autograd.graph.increment_version(tensors)  # autograd learns of the change
                 if self.when_read is not None:
                     self.when_read(params)
@@ -258,6 +258,7 @@ class Weights:
         fits = [self._lending.fits(param.tensor) for param in params]
         return [p for p, fit in zip(params, fits, strict=True) if fit], [p for p, fit in zip(params, fits, strict=True) if not fit]
 
+    @torch.no_grad()
     def _copy_lent(self, columns: Columns) -> bool:
         """Has devices copy weights from servers' memory. Returns False if the weights lie where no device can copy them."""
         assert self._lending is not None
@@ -298,6 +299,7 @@ class Weights:
             stream = _device.accelerator.current_stream(device)
             self._before[device] = (stream, _device.accelerator.record(stream))
 
+    @torch.no_grad()
     def _copy(self, staged: list[Param]) -> None:
         """Copies staged weights into parameters. Later work on the devices waits for the copies."""
         devices: list[torch.device] = []
