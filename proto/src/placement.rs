@@ -87,6 +87,11 @@ impl Placement {
         numbered.filter(|(_, address)| !address.is_empty()).map(|(server, _)| server)
     }
 
+    /// The addresses of the servers that take part in the job.
+    pub fn addresses(&self) -> impl Iterator<Item = &str> {
+        self.servers.iter().map(String::as_str).filter(|address| !address.is_empty())
+    }
+
     /// Returns the first step of the owners that the decision on `step` names. A delayed job's ranks may have pushed
     /// the step after it already.
     pub fn from_step(step: Step, max_delay: u32) -> Step {

@@ -374,7 +374,7 @@ fn a_job_goes_to_another_number_of_servers_by_its_checkpoint() {
     let on_three = Train::new(STEPS).servers(&addresses);
     // The job's own state counts, until a checkpoint has it.
     let (stderr, _) = on_three.start().fails(DEADLINE);
-    says(&stderr, &["over 3 servers", "over 2 servers", "longshore checkpoint"]);
+    says(&stderr, &["over 3 servers", "over 2 servers", "`longshore scale --servers"]);
     let (stderr, _) = on_three.start_with(["--resume"]).fails(DEADLINE);
     says(&stderr, &["no checkpoint to resume from"]);
     let two = addresses[..2].join(",");

@@ -71,6 +71,121 @@ fn scaled(ranks: usize, tier: &str, more: &[&str]) {
     assert_eq!(finish(running).end.state_hash, expected);
 }
 
+/// Every job leaves the servers that are named, except those that cannot move, and these say why.
+#[test]
+fn a_server_is_cleared_of_all_jobs_that_may_leave_it() {
+    let home = TempDir::new().unwrap();
+    let servers = server::servers(3, &ServerOptions::new().state_root(home.path()));
+    let addresses = server::addresses(&servers);
+    let (train, more) = (Train::new(10 * STEPS).args(["--layers", "3"]), ["--wait", "--patience", "60"]);
+    let starts = |job: &str, on: &[String]| train.clone().args(["--job", job]).servers(on).start();
+    let mut running = [starts("one", &addresses[..1]), starts("two", &addresses[..1])];
+    running.iter_mut().for_each(|running| running.until_step(3));
+    let clear = |server: &str, more: &[&str]| {
+        longshore([&["scale", "--servers", &addresses[1], "--remove", server][..], more].concat())
+    };
+    let only = clear(&addresses[0], &more);
+    assert!(
+        only.code == 1 && only.stdout.contains("one stays") && only.stdout.contains("--to HOST"),
+        "{only:?}"
+    );
+    for job in ["one", "two"] {
+        let asked = ["scale", "--servers", &addresses[0], "--job", job, "--add", &addresses[1], "--wait"];
+        assert_eq!(longshore(asked).code, 0);
+    }
+    let planned = clear(&addresses[1], &["--dry-run"]);
+    assert!(planned.code == 0 && planned.stdout.contains("two would move"), "{planned:?}");
+    let cleared = clear(&addresses[1], &more);
+    assert!(
+        cleared.code == 0 && cleared.stdout.contains("one is on") && cleared.stdout.contains("two is on"),
+        "{cleared:?}"
+    );
+    eventually("the end of both jobs on that server", || status(&addresses[1..2]).is_empty().then_some(()));
+    assert!(clear(&addresses[1], &[]).stdout.contains("no job is on"));
+    // One server takes another's place in every job.
+    let replaced = clear(&addresses[0], &[&["--add", &addresses[2]], &more[..]].concat());
+    assert!(replaced.code == 0 && replaced.stdout.contains("two is on"), "{replaced:?}");
+    let mut fixed = train
+        .clone()
+        .args(["--job", "fixed", "--tier", "nvme", "--delay", "1"])
+        .servers(&addresses[1..])
+        .start();
+    fixed.until_step(3);
+    let stays = clear(&addresses[1], &more);
+    assert!(
+        stays.code == 1
+            && stays.stdout.contains("fixed stays")
+            && stays.stdout.contains("longshore checkpoint"),
+        "{stays:?}"
+    );
+    fixed.kill();
+    running.into_iter().for_each(|running| drop(running.kill()));
+}
+
+/// The newest wish counts, also in the middle of the moves of another one.
+#[test]
+fn a_wish_is_withdrawn_in_the_middle() {
+    let servers = server::servers(3, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let train = Train::new(STEPS).args(["--layers", "3"]);
+    let expected = train.undisturbed().hash;
+    let mut running = train.servers(&addresses[..1]).start();
+    running.until_step(3);
+    let [a, b, c] = [0, 1, 2].map(|server| &servers[server]);
+    let asked = scale(&servers[..1], &[a, b, c], &[]);
+    assert_eq!(asked.code, 0, "{asked:?}");
+    eventually("the first shard on its way", || {
+        let waits = longshore(["status", "--json", "--no-hash", "--servers", &addresses[1..].join(",")]);
+        waits.stdout.contains("\"fetched_shards\":").then_some(())
+    });
+    let back = scale(&servers[..1], &[a], &["--wait"]);
+    assert_eq!(back.code, 0, "{back:?}");
+    // A wish for the servers that the job is on is fulfilled at once.
+    let here = scale(&servers[..1], &[a], &["--wait"]);
+    assert_eq!(here.code, 0, "{here:?}");
+    eventually("the end on the others", || status(&addresses[1..]).is_empty().then_some(()));
+    assert_eq!(running.finish().end.state_hash, expected);
+}
+
+/// A dry run says what would move, and what a server lacks for it.
+#[test]
+fn a_dry_run_moves_nothing() {
+    let servers = [
+        ServerOptions::new().start(),
+        ServerOptions::new().memory("8MiB").start(),
+        ServerOptions::new().start(),
+    ];
+    let mut running =
+        Train::new(STEPS).args(["--layers", "3"]).servers(&server::addresses(&servers[..1])).start();
+    running.until_step(3);
+    let (small, roomy) = (&servers[1], &servers[2]);
+    let planned = scale(&servers[..1], &[&servers[0], roomy], &["--dry-run", "--json"]);
+    assert_eq!(planned.code, 0, "{planned:?}");
+    let plan: serde_json::Value = serde_json::from_str(&planned.stdout).expect("JSON");
+    let part = |at: usize, key: &str| plan["parts"][at][key].as_u64().expect(key);
+    assert_eq!(part(0, "shards"), part(0, "shards_then") + part(1, "shards_then"));
+    assert_eq!(
+        (part(1, "shards"), part(1, "shards_then")),
+        (0, plan["moved_shards"].as_u64().expect("moves"))
+    );
+    assert!(
+        part(1, "takes_bytes") > part(1, "state_bytes_then")
+            && part(1, "takes_bytes") <= part(1, "free_bytes")
+    );
+    let short = scale(&servers[..1], &[&servers[0], small], &["--dry-run"]);
+    assert!(short.code == 1 && short.stdout.contains("does not fit"), "{short:?}");
+    assert!(
+        job_status(&server::addresses(&servers[..1])).servers.len() == 1
+            && status(&server::addresses(&servers[1..])).is_empty()
+    );
+    // What a server takes is what was said.
+    let done = scale(&servers[..1], &[&servers[0], roomy], &["--wait"]);
+    assert_eq!(done.code, 0, "{done:?}");
+    let taken = status(&server::addresses(&servers[2..]))[0].servers[0].memory_bytes;
+    assert_eq!(taken, part(1, "takes_bytes"));
+    running.finish();
+}
+
 #[test]
 fn servers_come_and_go_while_a_rank_trains() {
     scaled(1, "memory", &[]);
@@ -107,7 +222,7 @@ fn a_job_shrinks_to_any_of_its_servers() {
 #[test]
 fn a_server_without_room_holds_up_no_step() {
     let servers = [ServerOptions::new().start(), ServerOptions::new().memory("8MiB").start()];
-    let train = Train::new(STEPS).args(["--layers", "3"]).allow("cannot be changed yet");
+    let train = Train::new(STEPS).args(["--layers", "3"]);
     let expected = train.undisturbed().hash;
     let mut running = train.clone().servers(&server::addresses(&servers[..1])).start();
     running.until_step(3);
@@ -124,7 +239,7 @@ fn a_server_without_room_holds_up_no_step() {
 fn a_delayed_job_on_drives_stays_where_it_is() {
     let home = TempDir::new().unwrap();
     let servers = server::servers(2, &ServerOptions::new().state_root(home.path()));
-    let train = Train::new(STEPS).args(["--tier", "nvme", "--delay", "1"]).allow("cannot be changed yet");
+    let train = Train::new(STEPS).args(["--tier", "nvme", "--delay", "1"]);
     let mut running = train.servers(&server::addresses(&servers[..1])).start();
     running.until_step(3);
     let refused = scale(&servers[..1], &[&servers[1]], &["--wait", "--patience", "1"]);

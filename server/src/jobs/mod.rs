@@ -25,10 +25,10 @@ use std::{
 
 use longshore_engine::{
     admission::{Budget, Need},
-    job::{Compute, check_may_move},
+    job::{Compute, Job, check_may_move},
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
-use longshore_proto::{Epoch, Fault, FaultKind, JobName, ServerId, fault::DELETED};
+use longshore_proto::{Epoch, Fault, FaultKind, JobName, JobSpec, Placement, ServerId, fault::DELETED};
 
 use self::turns::Turn;
 pub(crate) use self::{
@@ -264,8 +264,7 @@ impl Jobs {
     pub(crate) async fn retire(self: Arc<Self>, handle: Arc<JobHandle>) -> Result<(), Fault> {
         let (name, placement) = (handle.job.spec().name.clone(), handle.job.placement());
         drop(handle);
-        let servers: Vec<&str> = placement.servers.iter().map(|address| &**address).collect();
-        let servers = servers.into_iter().filter(|address| !address.is_empty()).collect::<Vec<_>>().join(",");
+        let servers = placement.addresses().collect::<Vec<_>>().join(",");
         Arc::clone(&self).delete(name.as_str(), false).await?;
         tracing::info!(job = %name, servers, "this server has left the job");
         let mut moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner);
@@ -305,6 +304,11 @@ impl Jobs {
         self.lock().keys().map(JobName::to_string).collect()
     }
 
+    /// Refuses a job whose shards cannot move to or from this server while its ranks train.
+    pub(crate) fn check_may_move(&self, spec: &JobSpec) -> Result<(), Fault> {
+        check_may_move(spec, &self.storage)
+    }
+
     /// Returns the job of this name, created if absent. Waits while another call opens it. True: created.
     /// `is_new`: the server is no part of the job yet, so that a job which owns no shard here begins anew.
     pub(crate) async fn open(
@@ -313,7 +317,7 @@ impl Jobs {
         is_new: bool,
     ) -> Result<(bool, Arc<JobHandle>), Fault> {
         if wanted.placement.epoch > Epoch(1) {
-            check_may_move(&wanted.spec, &self.storage)?;
+            self.check_may_move(&wanted.spec)?;
         }
         let turn = self.turns.take(&wanted.spec.name).await?;
         blocking(move || self.open_now(wanted, is_new, &turn)).await
@@ -354,15 +358,36 @@ impl Jobs {
             self.delete_open(&handle)?;
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         }
+        if is_new && placement.servers.get(handle.job.server().0 as usize).is_some_and(String::is_empty) {
+            let remedy = "it is tried again: rank 0 ends the job here some steps after its removal";
+            let limit = "one that the job has left for good, or was never on";
+            return Err(Fault::new(FaultKind::Unavailable, "server", wanted.server.0, limit, remedy));
+        }
         if wanted.placement.epoch > placement.epoch {
             handle.job.make_room(&wants)?;
         }
         // Ranks name the newest placement that they know. Before the first change all know the same one.
         if wanted.placement.epoch == placement.epoch || wanted.placement.epoch == Epoch(1) {
-            placement.same_owners(&wanted.placement)?;
+            let same = placement.same_owners(&wanted.placement);
+            same.map_err(|differs| self.way_to(&wanted.placement, &handle.job, differs))?;
         }
         check_server(handle.job.server(), wanted.server)?;
         Ok((false, handle))
+    }
+
+    /// Names the call that takes a job to the servers that its trainer names, where its shards may move.
+    fn way_to(&self, wanted: &Placement, job: &Job, differs: Fault) -> Fault {
+        let placement = job.placement();
+        let [ours, theirs] = [&placement, wanted].map(|of| of.addresses().collect::<Vec<_>>().join(","));
+        if wanted.servers.len() == placement.servers.len() || self.check_may_move(job.spec()).is_err() {
+            return differs;
+        }
+        let name = &job.spec().name;
+        let remedy = format!(
+            "start the trainer with --servers {ours}; while it trains, `longshore scale --servers {ours} --job {name} --to {theirs}` \
+             moves the job"
+        );
+        Fault { remedy, ..differs }
     }
 
     /// Refuses a new job whose memory stored jobs need, which are not recovered yet.

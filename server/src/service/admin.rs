@@ -150,8 +150,8 @@ impl Admin for Services {
     async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
         let request = permitted(request)?;
         let job = request.job.clone();
-        self.scale_job(request).map_err(|fault| refuse("Scale", &job, fault))?;
-        Ok(Response::new(v1::ScaleResponse {}))
+        let room = self.scale_job(request).map_err(|fault| refuse("Scale", &job, fault))?;
+        Ok(Response::new(v1::ScaleResponse { room }))
     }
 
     async fn step_back(
@@ -201,8 +201,10 @@ impl Services {
         }
     }
 
-    fn scale_job(&self, request: v1::ScaleRequest) -> Result<(), Fault> {
+    /// Returns the shards that this server has room for, if the request asks for no more.
+    fn scale_job(&self, request: v1::ScaleRequest) -> Result<Vec<u32>, Fault> {
         let handle = self.jobs.get(&request.job)?;
+        self.jobs.check_may_move(handle.job.spec())?;
         let servers = request.servers;
         let is_named =
             |(index, address): (usize, &String)| !address.is_empty() && !servers[..index].contains(address);
@@ -216,9 +218,12 @@ impl Services {
                 "name the servers to train on",
             ));
         }
+        if request.check {
+            return Ok(handle.job.owned().iter().map(|shard| shard.0).collect());
+        }
         tracing::info!(job = request.job, ?servers, "other servers are wanted");
         handle.want(Wanted { servers, asked_micros: request.asked_micros });
-        Ok(())
+        Ok(Vec::new())
     }
 
     async fn resume_job(&self, request: &v1::ResumeRequest) -> Result<(), Fault> {

@@ -20,7 +20,7 @@ pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
     pub(crate) fn bytes(what: &str, total: u64, out: Output) -> Progress {
-        let template = "{msg} {bar:30} {bytes} of {total_bytes}  {bytes_per_sec}  {eta} left";
+        let template = "{msg} {wide_bar} {bytes} of {total_bytes}  {bytes_per_sec}  {eta} left";
         Progress::with(ProgressBar::hidden(), template, what, Some(total), out)
     }
 
@@ -61,6 +61,11 @@ impl Progress {
 
     pub(crate) fn add(&self, bytes: u64) {
         self.0.inc(bytes);
+    }
+
+    pub(crate) fn at(&self, bytes: u64, what: String) {
+        self.0.set_message(what);
+        self.0.set_position(bytes);
     }
 }
 

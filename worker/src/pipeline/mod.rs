@@ -30,6 +30,7 @@ use self::{
     watch::Watcher,
 };
 pub use self::{
+    moves::assign,
     options::{Accumulate, DelayCorrection, HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
     step::StepInputs,

@@ -169,7 +169,9 @@ impl Moves {
             }
         }
         let placement = self.cluster.placement();
-        let is_new = asked_micros > self.reached && self.plan.is_none() && self.preparing.is_none();
+        // A server that is leaving cannot be opened anew.
+        let is_free = self.plan.is_none() && self.preparing.is_none() && self.retiring.is_empty();
+        let is_new = asked_micros > self.reached && is_free;
         if is_new && Instant::now() >= self.not_before && placement.is_settled(Version(step.0 - 1)) {
             let preparing = prepare(Arc::clone(&self.cluster), placement, servers, asked_micros);
             self.preparing = Some(self.cluster.runtime.spawn_joined(preparing));
@@ -416,7 +418,7 @@ async fn ask<T>(
 ///
 /// # Errors
 /// A shard that no wanted server has room for.
-fn assign(
+pub fn assign(
     placement: &Placement,
     layout: &Layout,
     wanted: &[(ServerId, Option<BTreeSet<ShardId>>)],

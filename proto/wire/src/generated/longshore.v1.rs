@@ -3073,9 +3073,16 @@ pub struct ScaleRequest {
     /// microseconds since 1970; the same on every server that is told
     #[prost(uint64, tag = "3")]
     pub asked_micros: u64,
+    /// keep no wish: say whether the job may move, and what this server has room for
+    #[prost(bool, tag = "4")]
+    pub check: bool,
 }
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct ScaleResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ScaleResponse {
+    /// with `check`: the shards that this server may own, those that it owns included
+    #[prost(uint32, repeated, tag = "1")]
+    pub room: ::prost::alloc::vec::Vec<u32>,
+}
 /// How far a server is with the shards that it shall have.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Scaling {

@@ -1,4 +1,6 @@
-//! `longshore scale`: other servers for a job, while its ranks train.
+//! `longshore scale`: other servers for jobs, while their ranks train.
+
+mod plan;
 
 use std::{
     collections::BTreeSet,
@@ -12,7 +14,13 @@ use longshore_wire::{Wire, v1};
 use longshore_worker::session::whole;
 use serde_json::json;
 
-use crate::{access::JobArgs, output::Output, progress::Progress, servers::Servers};
+use self::plan::Plan;
+use crate::{
+    access::JobArgs,
+    output::{Output, wrong_use},
+    progress::Progress,
+    servers::{PROMPTLY, Servers, jobs_of},
+};
 
 /// Pause between two looks at the servers.
 const LOOK: Duration = Duration::from_millis(250);
@@ -29,9 +37,12 @@ pub(super) struct Args {
     /// Servers to add to those that the job has
     #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...")]
     add: Vec<String>,
-    /// Servers that the job shall leave
+    /// Servers that the job shall leave; without --job, every job on them
     #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...")]
     remove: Vec<String>,
+    /// Say what would move and whether it fits in the servers' memory, and move nothing
+    #[arg(long, conflicts_with = "wait")]
+    dry_run: bool,
     /// Return once the job is on these servers alone, and not as soon as its servers know of the wish
     #[arg(long)]
     wait: bool,
@@ -52,21 +63,21 @@ impl Seen {
         self.placement.members().map(|server| servers[server.0 as usize].clone()).collect()
     }
 
-    /// Returns true once rank 0 has fulfilled a wish.
-    fn has_reached(&self, asked_micros: u64) -> bool {
-        self.scaling().any(|scaling| scaling.reached_micros >= asked_micros)
-    }
-
     fn scaling(&self) -> impl Iterator<Item = &v1::Scaling> {
         self.answers.iter().filter_map(|answer| answer.scaling.as_ref())
     }
 
-    fn moved(&self) -> u64 {
-        self.scaling().map(|scaling| scaling.fetched_shards).sum()
+    /// Shards and bytes that servers have fetched since the job was opened on them.
+    fn fetched(&self) -> (u64, u64) {
+        let add = |(shards, bytes), of: &v1::Scaling| (shards + of.fetched_shards, bytes + of.fetched_bytes);
+        self.scaling().fold((0, 0), add)
     }
 
+    /// Returns why nothing moves. None while nothing is in the way.
     fn obstacle(&self) -> Option<&str> {
-        self.scaling().map(|scaling| &*scaling.failure).find(|failure| !failure.is_empty())
+        let failures = self.scaling().map(|scaling| &*scaling.failure);
+        let without_rank_0 = (!self.has_rank_0()).then_some("no process of rank 0 trains the job");
+        failures.chain(without_rank_0).find(|obstacle| !obstacle.is_empty())
     }
 
     fn has_rank_0(&self) -> bool {
@@ -74,92 +85,223 @@ impl Seen {
     }
 }
 
-pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
-    let (servers, job) = args.target.connect()?;
-    let begun = Instant::now();
-    let asked_micros = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_micros() as u64);
-    let (seen, wanted) = loop {
-        let seen = look(&servers, &job)?;
-        let members = seen.members();
-        let wanted = wanted(args, &members)?;
-        // Every server of the job keeps the wish, also one that --servers does not name.
-        let servers = Servers::connect(&members, &args.target.servers.access)?;
-        let request = v1::ScaleRequest { job: job.clone(), servers: wanted.clone(), asked_micros };
-        let told = servers.each(async |mut admin| admin.scale(request.clone()).await);
-        let Err(refused) = told else { break (seen, wanted) };
-        // A server that is leaving the job may have left it since the look.
-        let fault = refused.downcast_ref::<Fault>();
-        let has_left = fault.is_some_and(|fault| fault.kind == FaultKind::NotFound && fault.field == "job");
-        if !has_left || begun.elapsed() > RECOVERY {
-            return Err(refused);
-        }
-        thread::sleep(LOOK);
-    };
-    if !args.wait {
-        let trained = seen.has_rank_0();
-        out.result(
-            || json!({"job": job, "servers": wanted, "trained": trained}),
-            || match trained {
-                true => format!("{job} moves to {}", wanted.join(", ")),
-                false => format!("{job} moves to {} once its rank 0 trains", wanted.join(", ")),
-            },
-        );
-        return Ok(());
-    }
-    wait(args, &job, (&wanted, asked_micros), out)
+/// The servers that an operator wants a job to have.
+struct Wish {
+    job: String,
+    servers: Vec<String>,
+    asked_micros: u64,
+    plan: Plan,
+    /// The job as it was when its servers heard of the wish.
+    before: Seen,
 }
 
-/// Returns the addresses that the job shall have.
-fn wanted(args: &Args, members: &[String]) -> anyhow::Result<Vec<String>> {
-    let mut wanted = if args.to.is_empty() { members.to_vec() } else { args.to.clone() };
-    if let Some(unknown) = args.remove.iter().find(|server| !wanted.contains(server)) {
-        let limit = format!("one of {}", members.join(", "));
-        let fault = Fault::new(FaultKind::Invalid, "--remove", unknown, limit, "name it as the job does");
-        return Err(crate::output::wrong_use(fault));
-    }
-    wanted.retain(|server| !args.remove.contains(server));
-    wanted.extend(args.add.iter().filter(|server| !members.contains(server)).cloned());
-    if args.to.is_empty() && args.add.is_empty() && args.remove.is_empty() {
+pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
+    if [&args.to, &args.add, &args.remove].iter().all(|servers| servers.is_empty()) {
         let limit = "--to, --add or --remove";
         let fault = Fault::new(FaultKind::Invalid, "--to", "absent", limit, "name the servers to train on");
-        return Err(crate::output::wrong_use(fault));
+        return Err(wrong_use(fault));
     }
-    Ok(wanted)
+    if args.target.job.is_none() && !args.remove.is_empty() {
+        return clear(args, out);
+    }
+    let (servers, job) = args.target.connect()?;
+    let wish = args.wish(&servers, job, |members| args.wanted(members))?;
+    args.say(&wish, out)?;
+    if args.wait { args.wait(&wish, out) } else { Ok(()) }
 }
 
-/// Waits until the job is on the wanted servers alone.
-fn wait(args: &Args, job: &str, (wanted, asked_micros): (&[String], u64), out: Output) -> anyhow::Result<()> {
-    let goal: BTreeSet<String> = wanted.iter().cloned().collect();
-    let _waiting = Progress::waiting(&format!("moving {job} to {} servers", wanted.len()), out);
-    let (begun, mut since, mut known) = (Instant::now(), Instant::now(), None);
-    loop {
-        let reachable: Vec<String> = [wanted, &args.target.servers.servers].concat();
-        let (servers, _) = Servers::reach(&reachable, &args.target.servers.access)?;
-        let seen = look(&servers, job)?;
-        if seen.has_reached(asked_micros) && seen.members().into_iter().collect::<BTreeSet<_>>() == goal {
-            let seconds = begun.elapsed().as_secs_f64();
-            out.result(
-                || json!({"job": job, "servers": wanted, "seconds": seconds}),
-                || format!("{job} is on {} ({seconds:.1} s)", wanted.join(", ")),
-            );
-            return Ok(());
+/// Moves every job off the servers of `--remove`.
+fn clear(args: &Args, out: Output) -> anyhow::Result<()> {
+    let servers = Servers::connect(&args.remove, &args.target.servers.access)?;
+    let lists = servers.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)?;
+    let (mut wishes, mut kept) = (Vec::new(), 0);
+    let jobs = jobs_of(&lists);
+    for job in &jobs {
+        let outcome = match left_by(&servers, job) {
+            Ok(left) if left.is_empty() => continue,
+            Ok(left) => args.wish(&servers, job.clone(), |members| args.without(job, members, &left)),
+            Err(error) => Err(error),
+        };
+        match outcome.and_then(|wish| args.say(&wish, out).map(|()| wish)) {
+            Ok(wish) => wishes.push(wish),
+            Err(error) => {
+                kept += 1;
+                let why = format!("{error:#}");
+                out.result(|| json!({"job": job, "stays": why}), || format!("{job} stays: {why}"));
+            }
         }
-        let now = (seen.moved(), seen.placement.epoch);
-        if known.replace(now) != Some(now) {
-            since = Instant::now();
+    }
+    for wish in wishes.iter().filter(|_| args.wait) {
+        args.wait(wish, out)?;
+    }
+    if kept > 0 {
+        let value = format!("{}, which {kept} of {} jobs need", args.remove.join(","), jobs.len());
+        let (limit, remedy) = ("servers that no job needs", "do for each job that stays what its line says");
+        return Err(Fault::new(FaultKind::Precondition, "--remove", value, limit, remedy).into());
+    }
+    let removed = args.remove.join(", ");
+    if wishes.is_empty() {
+        out.result(|| json!({"servers": args.remove, "jobs": 0}), || format!("no job is on {removed}"));
+    }
+    Ok(())
+}
+
+/// Returns the addresses by which a job knows those of these servers that it is on.
+fn left_by(servers: &Servers, job: &str) -> anyhow::Result<BTreeSet<String>> {
+    let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
+    let mut left = BTreeSet::new();
+    for (address, answer) in
+        servers.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await)
+    {
+        match answer {
+            Ok(answer) => {
+                let placement = Placement::from_wire(answer.placement)?;
+                let named = placement.servers.get(answer.server as usize).cloned();
+                left.extend(named.filter(|name| !name.is_empty()));
+            }
+            Err(fault) if fault.kind == FaultKind::NotFound && fault.field == "job" => {}
+            Err(fault) => return Err(fault).context(address),
         }
-        if since.elapsed() > Duration::from_secs(args.patience) {
-            let why = match seen.obstacle() {
-                Some(obstacle) => obstacle.to_string(),
-                None if !seen.has_rank_0() => "no process of rank 0 trains the job".into(),
-                None => "see rank 0's log".into(),
+    }
+    Ok(left)
+}
+
+impl Args {
+    /// Tells a job's servers of the wish, unless this is a dry run.
+    fn wish(
+        &self,
+        servers: &Servers,
+        job: String,
+        wanted: impl Fn(&[String]) -> anyhow::Result<Vec<String>>,
+    ) -> anyhow::Result<Wish> {
+        let access = &self.target.servers.access;
+        let begun = Instant::now();
+        let asked_micros = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_micros() as u64);
+        loop {
+            let seen = look(servers, &job)?;
+            let members = seen.members();
+            let wanted = wanted(&members)?;
+            // Every server of the job keeps the wish, also one that --servers does not name.
+            let members = Servers::connect(&members, access)?;
+            let request =
+                v1::ScaleRequest { job: job.clone(), servers: wanted.clone(), asked_micros, check: true };
+            let planned = Plan::make(&members, &seen, &request, access).and_then(|plan| {
+                if !self.dry_run {
+                    plan.check_fits()?;
+                    let request = v1::ScaleRequest { check: false, ..request };
+                    members.each(async |mut admin| admin.scale(request.clone()).await)?;
+                }
+                Ok(plan)
+            });
+            let refused = match planned {
+                Ok(plan) => return Ok(Wish { job, servers: wanted, asked_micros, plan, before: seen }),
+                Err(refused) => refused,
             };
-            let value = format!("{} of {} servers", seen.members().len(), wanted.len());
-            let limit = format!("a shard moved within {} s", args.patience);
-            let remedy = format!("{why}. The wish is kept: ask again with --wait, or for other servers");
-            return Err(Fault::new(FaultKind::Deadline, "--to", value, limit, remedy).into());
+            // A server that is leaving the job may have left it since the look.
+            let fault = refused.downcast_ref::<Fault>();
+            let has_left =
+                fault.is_some_and(|fault| fault.kind == FaultKind::NotFound && fault.field == "job");
+            if !has_left || begun.elapsed() > RECOVERY {
+                return Err(refused);
+            }
+            thread::sleep(LOOK);
         }
-        thread::sleep(LOOK);
+    }
+
+    /// Returns the addresses that the job shall have.
+    fn wanted(&self, members: &[String]) -> anyhow::Result<Vec<String>> {
+        let mut wanted = if self.to.is_empty() { members.to_vec() } else { self.to.clone() };
+        if let Some(unknown) = self.remove.iter().find(|server| !wanted.contains(server)) {
+            let limit = format!("one of {}", members.join(", "));
+            let fault = Fault::new(FaultKind::Invalid, "--remove", unknown, limit, "name it as the job does");
+            return Err(wrong_use(fault));
+        }
+        wanted.retain(|server| !self.remove.contains(server));
+        wanted.extend(self.add.iter().filter(|server| !members.contains(server)).cloned());
+        Ok(wanted)
+    }
+
+    /// Returns the addresses that a job shall have once it has left some of its servers.
+    fn without(&self, job: &str, members: &[String], left: &BTreeSet<String>) -> anyhow::Result<Vec<String>> {
+        let stays = members.iter().filter(|member| !left.contains(*member));
+        let rest: Vec<String> =
+            stays.chain(self.add.iter().filter(|server| !members.contains(server))).cloned().collect();
+        if !rest.is_empty() {
+            return Ok(rest);
+        }
+        let remedy = format!("name other servers: `longshore scale --job {job} --to HOST:PORT,...`");
+        let (value, limit) = (members.join(","), "not all servers of a job");
+        Err(Fault::new(FaultKind::Precondition, "--remove", value, limit, remedy).into())
+    }
+
+    /// Prints what was asked for, or what would move.
+    fn say(&self, wish: &Wish, out: Output) -> anyhow::Result<()> {
+        let Wish { job, servers, plan, before, .. } = wish;
+        if self.dry_run {
+            out.result(|| plan.object(job, servers), || plan.text(job));
+            return Ok(plan.check_fits()?);
+        }
+        if !self.wait {
+            let trained = before.has_rank_0();
+            let until = if trained { "" } else { " once its rank 0 trains" };
+            out.result(
+                || json!({"job": job, "servers": servers, "trained": trained}),
+                || format!("{job} moves to {}{until}: {}", servers.join(", "), plan.amount()),
+            );
+        }
+        Ok(())
+    }
+
+    /// Waits until the job is on the wanted servers alone.
+    fn wait(&self, wish: &Wish, out: Output) -> anyhow::Result<()> {
+        let Wish { job, servers: wanted, asked_micros, plan, before } = wish;
+        let goal: BTreeSet<String> = wanted.iter().cloned().collect();
+        let what = format!("moving {job}");
+        let bar = match plan.bytes {
+            0 => Progress::waiting(&what, out),
+            bytes => Progress::bytes(&what, bytes, out),
+        };
+        let reachable: Vec<String> =
+            goal.iter().cloned().chain(before.members()).collect::<BTreeSet<_>>().into_iter().collect();
+        let at_first = before.fetched();
+        let (begun, mut since, mut known) = (Instant::now(), Instant::now(), None);
+        loop {
+            let (servers, _) = Servers::reach(&reachable, &self.target.servers.access)?;
+            let seen = look(&servers, job)?;
+            let is_there = seen.members().into_iter().collect::<BTreeSet<_>>() == goal;
+            if is_there && seen.scaling().any(|scaling| scaling.reached_micros >= *asked_micros) {
+                let seconds = begun.elapsed().as_secs_f64();
+                drop(bar);
+                out.result(
+                    || json!({"job": job, "servers": wanted, "seconds": seconds}),
+                    || format!("{job} is on {} ({seconds:.1} s)", wanted.join(", ")),
+                );
+                return Ok(());
+            }
+            if let Some(later) = seen.scaling().find(|scaling| scaling.asked_micros > *asked_micros) {
+                let (value, limit) = (later.wanted.join(","), "the newest wish");
+                let remedy = "ask again where these servers are wanted after all";
+                return Err(Fault::new(FaultKind::Conflict, "--wait", value, limit, remedy).into());
+            }
+            let fetched = seen.fetched();
+            let now = (fetched, seen.placement.epoch);
+            if known.replace(now) != Some(now) {
+                since = Instant::now();
+            }
+            let (shards, bytes) =
+                (fetched.0.saturating_sub(at_first.0), fetched.1.saturating_sub(at_first.1));
+            let ending = (shards as usize >= plan.shards).then_some("the steps in flight end");
+            let why = seen.obstacle().or(ending).map(|why| format!(" ({why})")).unwrap_or_default();
+            bar.at(bytes, format!("{what}: {shards} of {} shards{why}", plan.shards));
+            if since.elapsed() > Duration::from_secs(self.patience) {
+                let why = seen.obstacle().unwrap_or("see rank 0's log");
+                let value = format!("{} of {} servers", seen.members().len(), wanted.len());
+                let limit = format!("a shard moved within {} s", self.patience);
+                let remedy = format!("{why}. The wish is kept: ask again with --wait, or for other servers");
+                return Err(Fault::new(FaultKind::Deadline, "--to", value, limit, remedy).into());
+            }
+            thread::sleep(LOOK);
+        }
     }
 }
 

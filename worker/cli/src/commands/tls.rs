@@ -66,7 +66,7 @@ struct SubjectArgs {
 
 /// Identities of a new cluster: name, roles, purpose.
 const IDENTITIES: [(&str, &str, &str); 3] = [
-    ("operator", "\"operator\", \"reader\"", "deletes, pauses, restores, drains"),
+    ("operator", "\"operator\", \"reader\"", "deletes, pauses, restores, scales, drains"),
     ("worker", "\"worker\"", "trains"),
     ("reader", "\"reader\"", "looks, pulls, exports"),
 ];

@@ -1,0 +1,211 @@
+//! What a wish moves, computed as rank 0 does, and the memory that it takes of each server.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use longshore_engine::{admission::Need, tier::Storage};
+use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ServerId, ShardId, TierKind};
+use longshore_wire::{Wire, v1};
+use longshore_worker::pipeline::assign;
+use serde_json::json;
+
+use super::Seen;
+use crate::{
+    access::Access,
+    servers::{PROMPTLY, Servers, brief},
+    sizes::human,
+};
+
+pub(super) struct Plan {
+    /// Shards that move, and their state.
+    pub(super) shards: usize,
+    pub(super) bytes: u64,
+    rows: Vec<Row>,
+}
+
+/// A server of the job before or after the moves.
+struct Row {
+    address: String,
+    now: Part,
+    then: Part,
+    /// Memory that the server reserves before anything moves.
+    takes: u64,
+    /// Memory that the server has for it. Unknown of a server that the job leaves.
+    free: Option<u64>,
+}
+
+/// A server's shards, and their state.
+#[derive(Clone, Copy, Default)]
+struct Part {
+    shards: usize,
+    bytes: u64,
+}
+
+impl Plan {
+    /// Plans the moves to the servers of `request`, which checks that the job's servers let them happen.
+    pub(super) fn make(
+        members: &Servers,
+        seen: &Seen,
+        request: &v1::ScaleRequest,
+        access: &Access,
+    ) -> anyhow::Result<Plan> {
+        let placement = &seen.placement;
+        let spec = seen.answers.first().and_then(|answer| answer.spec.clone());
+        let spec = JobSpec::from_wire(spec)?;
+        let layout = spec.validate()?;
+        let rooms = members.each(async |mut admin| admin.scale(request.clone()).await)?;
+        let mut rooms: BTreeMap<String, BTreeSet<ShardId>> = rooms
+            .into_iter()
+            .map(|(address, answer)| (address, answer.room.into_iter().map(ShardId).collect()))
+            .collect();
+        let number = |address: &String| {
+            placement.members().find(|server| placement.servers[server.0 as usize] == *address)
+        };
+        let mut next = placement.servers.len() as u32;
+        let wanted: Vec<(ServerId, Option<BTreeSet<ShardId>>)> = request
+            .servers
+            .iter()
+            .map(|address| match number(address) {
+                Some(server) => (server, rooms.remove(address)),
+                None => {
+                    next += 1;
+                    (ServerId(next - 1), None)
+                }
+            })
+            .collect();
+        let moves = assign(placement, &layout, &wanted).map_err(|shard| without_room(shard, request))?;
+        let mut owners = placement.owners.clone();
+        moves.iter().for_each(|&(shard, to)| owners[shard.index()] = to);
+        let free = free(request, access)?;
+        let part = |owners: &[ServerId], server| Part::of(&spec, &layout, owners, server);
+        let mut rows: Vec<Row> = Vec::new();
+        for ((server, room), address) in wanted.iter().zip(&request.servers) {
+            let gains: Vec<ShardId> =
+                moves.iter().filter(|(_, to)| to == server).map(|(shard, _)| *shard).collect();
+            let need = Need::of(&spec, &layout, &gains, &Storage::default());
+            // A server of the job has its buffers and connections already.
+            let takes =
+                if room.is_some() { need.total() - need.transfers - need.buffers } else { need.total() };
+            let (now, then) = (part(&placement.owners, *server), part(&owners, *server));
+            rows.push(Row { address: address.clone(), now, then, takes, free: free.get(address).copied() });
+        }
+        for server in placement.members().filter(|server| wanted.iter().all(|(of, _)| of != server)) {
+            let address = placement.servers[server.0 as usize].clone();
+            let now = part(&placement.owners, server);
+            rows.push(Row { address, now, then: Part::default(), takes: 0, free: None });
+        }
+        let bytes = moves.iter().map(|(shard, _)| state(&spec, &layout, &[*shard])).sum();
+        Ok(Plan { shards: moves.len(), bytes, rows })
+    }
+
+    /// Refuses a plan that asks a server for more memory than it has.
+    pub(super) fn check_fits(&self) -> Result<(), Fault> {
+        let Some(row) = self.rows.iter().find(|row| !row.fits()) else { return Ok(()) };
+        let (then, free) = (row.then.shards, row.free.unwrap_or_default());
+        let value = format!("{} bytes for {then} shards on {}", row.takes, row.address);
+        let remedy = "raise --memory there, name more servers, or delete another job";
+        Err(Fault::new(
+            FaultKind::Exhausted,
+            "memory",
+            value,
+            format!("at most {free}, which are free"),
+            remedy,
+        ))
+    }
+
+    /// `12 shards, 600 MiB`.
+    pub(super) fn amount(&self) -> String {
+        Part { shards: self.shards, bytes: self.bytes }.text()
+    }
+
+    pub(super) fn text(&self, job: &str) -> String {
+        let rows = self.rows.iter().map(Row::text);
+        std::iter::once(format!("{job} would move {}", self.amount()))
+            .chain(rows)
+            .collect::<Vec<_>>()
+            .join("\n  ")
+    }
+
+    pub(super) fn object(&self, job: &str, servers: &[String]) -> serde_json::Value {
+        let row = |row: &Row| {
+            json!({
+                "address": row.address,
+                "shards": row.now.shards,
+                "state_bytes": row.now.bytes,
+                "shards_then": row.then.shards,
+                "state_bytes_then": row.then.bytes,
+                "takes_bytes": row.takes,
+                "free_bytes": row.free,
+                "fits": row.fits(),
+            })
+        };
+        let rows: Vec<_> = self.rows.iter().map(row).collect();
+        json!({"job": job, "servers": servers, "moved_shards": self.shards, "moved_bytes": self.bytes, "parts": rows})
+    }
+}
+
+impl Row {
+    fn fits(&self) -> bool {
+        self.free.is_none_or(|free| self.takes <= free)
+    }
+
+    fn text(&self) -> String {
+        let Row { address, now, then, takes, free } = self;
+        let takes = match free {
+            Some(free) if *takes > 0 => {
+                let fits = if self.fits() { "" } else { ": does not fit" };
+                format!("; takes {} of {} free{fits}", human(*takes), human(*free))
+            }
+            _ => String::new(),
+        };
+        format!("{address}  {}, then {}{takes}", now.text(), then.text())
+    }
+}
+
+impl Part {
+    fn of(spec: &JobSpec, layout: &Layout, owners: &[ServerId], server: ServerId) -> Part {
+        let numbered = (0..).map(ShardId).zip(owners);
+        let owned: Vec<ShardId> =
+            numbered.filter(|(_, owner)| **owner == server).map(|(shard, _)| shard).collect();
+        Part { shards: owned.len(), bytes: state(spec, layout, &owned) }
+    }
+
+    fn text(&self) -> String {
+        match self.shards {
+            0 => "no shard".to_string(),
+            1 => format!("1 shard, {}", human(self.bytes)),
+            shards => format!("{shards} shards, {}", human(self.bytes)),
+        }
+    }
+}
+
+/// Returns the bytes of these shards' state, which a move transfers.
+fn state(spec: &JobSpec, layout: &Layout, shards: &[ShardId]) -> u64 {
+    let whole = JobSpec { tier: TierKind::Memory, ..spec.clone() };
+    Need::of(&whole, layout, shards, &Storage::default()).state
+}
+
+/// Asks the wanted servers how much memory they have for the job. Memory that is reserved for it already counts as free
+/// where the job owns nothing yet.
+fn free(request: &v1::ScaleRequest, access: &Access) -> anyhow::Result<BTreeMap<String, u64>> {
+    let servers = Servers::connect(&request.servers, access)?;
+    let lists = servers.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)?;
+    let described =
+        servers.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(&request.job)).await);
+    let kept = described.into_iter().map(|(_, answer)| match answer {
+        Ok(answer) if answer.elements == 0 => answer.memory_bytes,
+        _ => 0,
+    });
+    let free = |((address, list), kept): ((String, v1::ListJobsResponse), u64)| {
+        (address, list.memory_budget.saturating_sub(list.memory_reserved) + kept)
+    };
+    Ok(lists.into_iter().zip(kept).map(free).collect())
+}
+
+fn without_room(shard: ShardId, request: &v1::ScaleRequest) -> Fault {
+    let (job, servers) = (&request.job, request.servers.join(","));
+    let limit = "servers that had the shard when the job was opened, or are new to it";
+    let remedy = format!(
+        "name one more, which is new to the job: `longshore scale --job {job} --to {servers},HOST:PORT`"
+    );
+    Fault::new(FaultKind::Exhausted, "servers", format!("{servers}, without room for {shard}"), limit, remedy)
+}
