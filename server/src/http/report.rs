@@ -8,7 +8,8 @@ use std::{
 };
 
 use longshore_engine::step::{Phase, RankProgress};
-use longshore_proto::{Param, remedies};
+use longshore_proto::{Handover, Layout, Param, Placement, ServerId, Step, Version, remedies};
+use longshore_wire::v1;
 use rustix::fs::statvfs;
 use serde::Serialize;
 
@@ -16,7 +17,7 @@ use super::seen::{Seen, resident_bytes};
 use crate::{
     jobs::Decided,
     quota::{Listed, Usage},
-    service::Services,
+    service::{Services, scaling_of},
 };
 
 /// Ranks of a job in the report. Ranks with the oldest last step, which the job waits for, come
@@ -86,9 +87,33 @@ struct Job {
     sum_seconds: f64,
     update_seconds: f64,
     ranks: Vec<Rank>,
+    /// The servers of the job, this one included.
+    members: Vec<Member>,
+    /// A change of the job's servers, as this server sees it. None in a job whose servers never changed.
+    scaling: Option<Scaling>,
     checkpoint: Option<Checkpoint>,
     /// Decided steps after the requested one, oldest first, from the last 512.
     steps: Vec<Decided>,
+}
+
+#[derive(Serialize)]
+struct Member {
+    address: String,
+    shards: usize,
+    elements: u64,
+    /// Shards that moved there with the last steps.
+    arriving: usize,
+}
+
+#[derive(Serialize)]
+struct Scaling {
+    wanted: Vec<String>,
+    is_reached: bool,
+    awaited_shards: u32,
+    fetched_shards: u64,
+    fetched_bytes: u64,
+    held_seconds: f64,
+    failure: String,
 }
 
 #[derive(Serialize)]
@@ -133,6 +158,7 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
     let (handle, progress) = (&seen.handle, &seen.progress);
     let (job, spec) = (&handle.job, handle.job.spec());
     let (pushed_bytes, pulled_bytes) = job.traffic();
+    let placement = job.placement();
     Job {
         name: seen.name().to_string(),
         owner: handle.owner.clone(),
@@ -149,7 +175,7 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
         world_size: spec.world_size,
         micro_steps: spec.micro_steps,
         server: job.server().0,
-        servers: job.placement().servers.len(),
+        servers: placement.members().count(),
         tier: spec.tier.to_string(),
         isa: job.compute().isa().to_string(),
         threads: job.compute().threads(),
@@ -162,6 +188,8 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
         sum_seconds: handle.busy.sums().as_secs_f64(),
         update_seconds: handle.busy.updates().as_secs_f64(),
         ranks: ranks(services, seen),
+        members: members(&placement, job.layout(), progress.version),
+        scaling: scaling_of(handle).map(scaling),
         checkpoint: handle.checkpoints.last().map(|status| Checkpoint {
             name: status.name,
             version: status.version,
@@ -170,6 +198,32 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
             failure: status.failure,
         }),
         steps: handle.history.after(after),
+    }
+}
+
+fn members(placement: &Placement, layout: &Layout, version: Version) -> Vec<Member> {
+    let member = |server: ServerId| {
+        let owned = placement.owned(server);
+        let arrives = |of: &&Handover| placement.owner(of.shard) == server && of.from_step >= Step(version.0);
+        Member {
+            address: placement.servers[server.0 as usize].clone(),
+            shards: owned.len(),
+            elements: owned.iter().map(|&shard| layout.shard_len(shard)).sum(),
+            arriving: placement.handovers.iter().filter(arrives).count(),
+        }
+    };
+    placement.members().map(member).collect()
+}
+
+fn scaling(of: v1::Scaling) -> Scaling {
+    Scaling {
+        is_reached: of.reached_micros >= of.asked_micros,
+        wanted: of.wanted,
+        awaited_shards: of.awaited_shards,
+        fetched_shards: of.fetched_shards,
+        fetched_bytes: of.fetched_bytes,
+        held_seconds: of.held_seconds,
+        failure: of.failure,
     }
 }
 

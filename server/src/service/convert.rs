@@ -45,7 +45,7 @@ pub(super) fn rank(rank: RankProgress, transport: &str, watches: bool) -> v1::Ra
 }
 
 /// Returns None for a job whose servers never changed.
-pub(super) fn scaling(handle: &JobHandle) -> Option<v1::Scaling> {
+pub(crate) fn scaling(handle: &JobHandle) -> Option<v1::Scaling> {
     let (wanted, fetched, awaited) = (handle.wanted(), handle.fetching.fetched(), handle.job.awaited().len());
     if wanted.asked_micros == 0 && handle.job.placement().epoch <= Epoch(1) {
         return None;

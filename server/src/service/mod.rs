@@ -24,7 +24,7 @@ use longshore_wire::direct::Bounds;
 use tokio::{sync, time::Instant};
 use tonic::Status;
 
-pub(crate) use self::tensors::DataPlane;
+pub(crate) use self::{convert::scaling as scaling_of, tensors::DataPlane};
 use crate::{
     jobs::{JobHandle, Jobs, Turns},
     memfd::Links,

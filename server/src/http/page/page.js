@@ -233,6 +233,13 @@ function room(status) {
   return parts;
 }
 
+/** Returns a line about a change of the job's servers, or null once it is over. */
+function moves(scaling) {
+  if (!scaling || (scaling.is_reached && scaling.awaited_shards === 0)) return null;
+  const fetched = `this server awaits ${many(scaling.awaited_shards, "shard")} and has fetched ${bytes(scaling.fetched_bytes)}`;
+  return made("p", { class: "quiet moves" }, `moves to ${scaling.wanted.join(", ")}: ${fetched}${scaling.failure ? `. ${scaling.failure}` : ""}`);
+}
+
 function card(job) {
   const steps = withSpeeds(known.get(job.name).steps, job.update_bytes);
   const moving = rate(job);
@@ -244,7 +251,7 @@ function card(job) {
     fact("step, mean of 64", seconds(mean)),
     fact("model", `${count(job.parameters)} parameters, ${job.tensors} tensors`),
     fact("workers", `${many(job.world_size, "rank")}, ${many(job.micro_steps, "micro-step")}`),
-    fact("server", `${job.server + 1} of ${job.servers}, ${job.threads} × ${job.isa}`),
+    fact("server", `one of ${job.servers}, ${job.threads} × ${job.isa}`),
     fact("rule and tier", `${job.rule}, ${job.tier}`),
     fact("pushed, pulled", moving ? `${speed(moving.pushed)}, ${speed(moving.pulled)}` : "–"),
     fact("update", moving ? speed(moving.update) : "–"),
@@ -254,9 +261,13 @@ function card(job) {
     job.checkpoint && job.checkpoint.name ? fact("last checkpoint", `${job.checkpoint.name}, version ${job.checkpoint.version}`) : null);
   const ranks = details(`ranks of ${job.name}`, `${job.ranks.length} of ${job.world_size} ranks`, job.world_size <= 8,
     table(["rank", "state", "transport", "last step"], job.ranks.map((rank) => [rank.rank, rank.state, rank.transport || "–", rank.last_step])));
+  const { members, scaling } = job;
+  const servers = members.length < 2 ? null : details(`servers of ${job.name}`, many(members.length, "server"), members.length <= 8,
+    table(["server", "shards", "elements", "arriving"], members.map((one) => [one.address, one.shards, count(one.elements), one.arriving])));
   return made("article", { class: "job" },
     made("div", { class: "head" }, made("h2", {}, job.name), made("span", { class: `state ${job.state}` }, job.state),
       made("span", { class: "quiet" }, job.waiting_for ? `waits for ${job.waiting_for}` : "")),
+    moves(scaling),
     facts,
     made("div", { class: "charts" }, ...[
       steps.some((step) => step.loss !== null) ? chart("loss", steps, (step) => step.loss ?? NaN, number) : null,
@@ -269,7 +280,7 @@ function card(job) {
       ...[["pushed", "pushes"], ["pulled", "pulls"], ["updated", "updates"]].map(([name, title]) => (
         steps.some((step) => step[name] > 0) ? chart(title, steps, (step) => step[name], speed) : null)),
     ].filter((figure) => figure !== null)),
-    ranks);
+    ranks, servers);
 }
 
 function draw(status) {

@@ -3,7 +3,7 @@
 use console::{Alignment, Style, measure_text_width, pad_str, truncate_str};
 use longshore_proto::legible;
 
-use super::view::{JobView, Part, RankView, ServerView, State, StepView, Trouble, View};
+use super::view::{JobView, MovesView, Part, RankView, ServerView, State, StepView, Trouble, View};
 use crate::sizes::human;
 
 const BAR: usize = 16;
@@ -121,6 +121,7 @@ fn tab_line(view: &View, at: usize) -> String {
 
 fn job_lines(job: &JobView, scrolled: usize, (width, room): (usize, usize)) -> Vec<String> {
     let mut lines = vec![state_line(job)];
+    lines.extend(job.moves.as_ref().map(moves_line));
     // Long reasons are cut if the charts would have no room.
     let most = room.saturating_sub(12).max(2);
     lines.extend(job.troubles.iter().flat_map(|trouble| trouble_lines(job, trouble, width)).take(most));
@@ -156,6 +157,12 @@ fn state_line(job: &JobView) -> String {
         job.parameters as f64 / 1e6,
         job.tensors
     )
+}
+
+fn moves_line(moves: &MovesView) -> String {
+    let (shards, fetched) = (many(moves.awaited_shards as usize, "shard"), human(moves.fetched_bytes));
+    let text = format!("moves: {shards} on the way, {fetched} fetched, to {}", moves.wanted.join(", "));
+    styled(if moves.obstacle.is_empty() { good() } else { warn() }, &text)
 }
 
 /// Returns a trouble and its remedy, in lines that break between words.
@@ -361,6 +368,23 @@ mod tests {
         let mut idle = answer(3, 0);
         idle.ranks[0].left = true;
         job_shows(Ok(idle), &["idle  version 3", "0     left"]);
+    }
+
+    #[test]
+    fn a_job_moves() {
+        let scaling = v1::Scaling {
+            wanted: vec!["host2:7070".into()],
+            asked_micros: 9,
+            awaited_shards: 1,
+            fetched_bytes: 5 << 20,
+            failure: "no room".into(),
+            ..Default::default()
+        };
+        let moving = DescribeResponse { scaling: Some(scaling), ..answer(50, 0) };
+        job_shows(
+            Ok(moving),
+            &["moves: 1 shard on the way, 5.00 MiB fetched, to host2:7070", "cannot move yet: no room"],
+        );
     }
 
     #[test]

@@ -7,7 +7,7 @@ use longshore_wire::v1::{self, DescribeResponse};
 
 use super::{
     troubles::{troubles, without},
-    view::{Answers, JobView, Part, RankView, State, StepView},
+    view::{Answers, JobView, MovesView, Part, RankView, State, StepView},
 };
 use crate::servers::standing;
 
@@ -63,6 +63,7 @@ pub(crate) fn job_view(
         state: state(&there),
         troubles: Vec::new(),
         waiting_for: waiting.cloned().unwrap_or_default(),
+        moves: moves(&there),
         version: newest,
         applied: applied(first),
         parameters: first.parameters,
@@ -79,10 +80,28 @@ pub(crate) fn job_view(
     view
 }
 
+/// Returns the change of servers that is under way; None once it is over.
+fn moves(there: &[(&String, &DescribeResponse)]) -> Option<MovesView> {
+    let scaling = || there.iter().filter_map(|(_, answer)| answer.scaling.as_ref());
+    let newest = scaling().max_by_key(|scaling| scaling.asked_micros)?;
+    let awaited_shards = scaling().map(|scaling| scaling.awaited_shards).sum();
+    if awaited_shards == 0 && scaling().any(|scaling| scaling.reached_micros >= newest.asked_micros) {
+        return None;
+    }
+    let failures = scaling().map(|scaling| &scaling.failure);
+    Some(MovesView {
+        wanted: newest.wanted.clone(),
+        awaited_shards,
+        fetched_bytes: scaling().map(|scaling| scaling.fetched_bytes).sum(),
+        obstacle: failures.into_iter().find(|failure| !failure.is_empty()).cloned().unwrap_or_default(),
+    })
+}
+
 fn part(address: &str, answer: &DescribeResponse, version: u64) -> Part {
     Part {
         server: address.into(),
         version,
+        elements: answer.elements,
         memory_bytes: answer.memory_bytes,
         drive_bytes: answer.disk_bytes,
         written_bytes: answer.disk_written_bytes,
@@ -290,6 +309,26 @@ pub(super) mod tests {
             stalled.troubles[0].what.contains("60 s: it waits for the decision on step 21"),
             "{stalled:?}"
         );
+    }
+
+    #[test]
+    fn a_change_of_servers_is_shown_until_it_is_over() {
+        let scaling = v1::Scaling {
+            wanted: vec!["host1:7070".into(), "host2:7070".into()],
+            asked_micros: 9,
+            awaited_shards: 2,
+            fetched_bytes: 3 << 20,
+            ..Default::default()
+        };
+        let moving = |scaling: &v1::Scaling| {
+            let scaling = Some(scaling.clone());
+            view_of(Ok(DescribeResponse { scaling, ..answer(20, 100) })).moves
+        };
+        let moves = moving(&scaling).expect("moves");
+        assert_eq!((moves.awaited_shards, moves.wanted.len(), moves.fetched_bytes), (2, 2, 3 << 20));
+        let landed = v1::Scaling { awaited_shards: 0, ..scaling.clone() };
+        assert!(moving(&landed).is_some(), "rank 0 has not fulfilled the wish");
+        assert!(moving(&v1::Scaling { reached_micros: 9, ..landed }).is_none());
     }
 
     #[test]

@@ -37,6 +37,9 @@ pub(super) fn troubles(view: &JobView, answers: &Answers, now_ms: u64) -> Vec<Tr
             say(what, remedies::CHECKPOINT_FAILED);
         }
     }
+    if let Some(moves) = view.moves.as_ref().filter(|moves| !moves.obstacle.is_empty()) {
+        say(format!("shards cannot move yet: {}", moves.obstacle), "");
+    }
     // All servers pause for one reason.
     let reason = |answer: &v1::DescribeResponse| Some(answer.progress.as_ref()?.pause_reason.clone());
     let mut reasons = answers.iter().filter_map(|(_, answer)| reason(answer.as_ref().ok()?));

@@ -46,6 +46,8 @@ pub(crate) struct JobView {
     pub(crate) state: State,
     pub(crate) troubles: Vec<Trouble>,
     pub(crate) waiting_for: String,
+    /// A change of the job's servers that is under way.
+    pub(crate) moves: Option<MovesView>,
     pub(crate) version: u64,
     pub(crate) applied: u64,
     pub(crate) parameters: u64,
@@ -65,11 +67,23 @@ pub(crate) struct JobView {
 pub(crate) struct Part {
     pub(crate) server: String,
     pub(crate) version: u64,
+    pub(crate) elements: u64,
     pub(crate) memory_bytes: u64,
     pub(crate) drive_bytes: u64,
     pub(crate) written_bytes: u64,
     pub(crate) threads: u32,
     pub(crate) isa: String,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct MovesView {
+    pub(crate) wanted: Vec<String>,
+    /// Shards on their way, over all servers.
+    pub(crate) awaited_shards: u32,
+    /// Bytes that servers have fetched since the job was opened on them.
+    pub(crate) fetched_bytes: u64,
+    /// Why nothing moves. Empty: nothing is in the way.
+    pub(crate) obstacle: String,
 }
 
 #[derive(Clone, Debug, Serialize)]
