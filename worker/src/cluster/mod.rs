@@ -114,7 +114,12 @@ impl Cluster {
             match number {
                 Some(server) => self.add_peer(server, peer),
                 None => {
-                    tracing::info!(job = %self.job(), server = peer.address, "no server of the job any more")
+                    let (job, on) = (self.job(), placement.addresses().collect::<Vec<_>>().join(","));
+                    let named = &peer.address;
+                    tracing::warn!(
+                        "job {job} is on {on}, and not on {named}: `longshore scale --servers {on} --job {job} --add {named}` takes it \
+                         there while it trains"
+                    );
                 }
             }
         }
