@@ -51,6 +51,11 @@ def _check(what: str, value: Any, *, below: float | None = None) -> None:
     raise invalid(what, value, "at least 0" if below is None else f"at least 0 and below {below:g}", f"Invalid {what}: {value}")
 
 
+def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a constructor that are settings of a param group."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "params", "options", "__class__")}
+
+
 class _Rule(Optimizer):
     """Checks the hyperparameters that a group has, and returns them as servers take them."""
 
@@ -115,19 +120,7 @@ class AdamW(_Rule):
         fused: bool | None = None,
         **options: Unpack[JobOptions],
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        super().__init__(params, defaults, dict(options))
+        super().__init__(params, _settings(locals()), dict(options))
 
 
 class Adam(_Rule):
@@ -154,19 +147,8 @@ class Adam(_Rule):
     ) -> None:
         if decoupled_weight_decay:
             raise invalid("decoupled_weight_decay", True, "False", "use longshore.AdamW")
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        super().__init__(params, defaults, dict(options))
+        del decoupled_weight_decay
+        super().__init__(params, _settings(locals()), dict(options))
 
 
 class NAdam(_Rule):
@@ -196,19 +178,7 @@ class NAdam(_Rule):
         differentiable: bool = False,
         **options: Unpack[JobOptions],
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            momentum_decay=momentum_decay,
-            decoupled_weight_decay=decoupled_weight_decay,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-        )
-        super().__init__(params, defaults, dict(options))
+        super().__init__(params, _settings(locals()), dict(options))
 
     def _derived(self, group: dict[str, Any], step: int) -> dict[str, Tensor]:
         return {"mu_product": device.host_number(_mu_product(float(group["betas"][0]), float(group["momentum_decay"]), step))}
@@ -245,18 +215,7 @@ class SGD(_Rule):
         fused: bool | None = None,
         **options: Unpack[JobOptions],
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        super().__init__(params, defaults, dict(options))
+        super().__init__(params, _settings(locals()), dict(options))
 
 
 class Adagrad(_Rule):
@@ -283,18 +242,7 @@ class Adagrad(_Rule):
         fused: bool | None = None,
         **options: Unpack[JobOptions],
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            lr_decay=lr_decay,
-            eps=eps,
-            weight_decay=weight_decay,
-            initial_accumulator_value=initial_accumulator_value,
-            foreach=foreach,
-            maximize=maximize,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        super().__init__(params, defaults, dict(options))
+        super().__init__(params, _settings(locals()), dict(options))
 
 
 class Lion(_Rule):
@@ -310,5 +258,5 @@ class Lion(_Rule):
         weight_decay: float = 0,
         **options: Unpack[JobOptions],
     ) -> None:
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), dict(options))
+        super().__init__(params, _settings(locals()), dict(options))
 
