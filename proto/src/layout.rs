@@ -155,12 +155,6 @@ impl Layout {
         self.partitions.iter().any(|cut| cut.contributors.is_empty())
     }
 
-    /// Returns the number of frozen elements, padding included.
-    pub fn frozen_elements(&self) -> u64 {
-        let frozen = self.partitions.iter().filter(|cut| cut.contributors.is_empty());
-        frozen.map(|cut| cut.range.end - cut.range.start).sum()
-    }
-
     /// Returns the flat range and the contributors of each partition, in order. A frozen partition has none.
     pub fn partitions(&self) -> impl Iterator<Item = (Range<u64>, &[Rank])> {
         self.partitions.iter().map(|cut| (cut.range.clone(), cut.contributors.as_slice()))

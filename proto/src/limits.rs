@@ -151,8 +151,6 @@ pub const MAX_TRAINER_STATE_BYTES: usize = 1024 * 1024;
 pub const MAX_PAUSE_REASON_BYTES: usize = 4096;
 /// Most slices of one pull. A pull keeps them while it waits, up to a day; at 4 Mi elements each they are 64 Gi.
 pub const MAX_PULL_SLICES: usize = 1 << 14;
-/// Images kept of each shard, by version parity.
-pub const IMAGES: u64 = 2;
 /// Steps that a worker may be ahead of the decided version beyond one exact step.
 pub const MAX_DELAY: u32 = 1;
 

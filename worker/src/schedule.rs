@@ -15,51 +15,30 @@ pub struct Schedule {
     delay: u32,
     /// Exact steps before the delay starts.
     warmup_steps: u64,
-    drains: Drains,
-}
-
-#[derive(Clone)]
-enum Drains {
-    Never,
-    Every(u64),
-    When(Arc<dyn Fn(Step) -> bool + Send + Sync>),
+    drains: Option<Arc<dyn Fn(Step) -> bool + Send + Sync>>,
 }
 
 impl fmt::Debug for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let drains = match self.drains {
-            Drains::Never => "never".to_string(),
-            Drains::Every(period) => format!("every {period}"),
-            Drains::When(_) => "by a function".to_string(),
-        };
-        write!(
-            f,
-            "Schedule {{ delay: {}, warmup_steps: {}, drains: {drains} }}",
-            self.delay, self.warmup_steps
-        )
+        let Schedule { delay, warmup_steps, .. } = self;
+        write!(f, "Schedule {{ delay: {delay}, warmup_steps: {warmup_steps}, .. }}")
     }
 }
 
 impl Schedule {
     /// Every step reads the version before it.
     pub fn exact() -> Schedule {
-        Schedule { delay: 0, warmup_steps: 0, drains: Drains::Never }
+        Schedule { delay: 0, warmup_steps: 0, drains: None }
     }
 
     /// After `warmup_steps` exact steps, every step reads the version one further back.
     pub fn delayed(warmup_steps: u64) -> Schedule {
-        Schedule { delay: 1, warmup_steps, drains: Drains::Never }
+        Schedule { delay: 1, warmup_steps, drains: None }
     }
 
-    /// Drains after every `period`-th step, for example for an evaluation. A `period` of 0 never drains.
-    pub fn draining_every(self, period: u64) -> Schedule {
-        let drains = if period == 0 { Drains::Never } else { Drains::Every(period) };
-        Schedule { drains, ..self }
-    }
-
-    /// Drains after the steps for which `when` returns true. `when` must depend on the step alone.
+    /// Drains after the steps for which `when` returns true, for example before an evaluation. `when` must depend on the step alone.
     pub fn draining_when(self, when: impl Fn(Step) -> bool + Send + Sync + 'static) -> Schedule {
-        Schedule { drains: Drains::When(Arc::new(when)), ..self }
+        Schedule { drains: Some(Arc::new(when)), ..self }
     }
 
     /// The `max_delay` that the job needs for this schedule.
@@ -70,11 +49,7 @@ impl Schedule {
     /// Returns true if a delayed schedule drains after `step`: the next step then reads the version that `step`
     /// makes.
     pub fn drains_after(&self, step: Step) -> bool {
-        match &self.drains {
-            Drains::Never => false,
-            Drains::Every(period) => step.0.is_multiple_of(*period),
-            Drains::When(when) => when(step),
-        }
+        self.drains.as_ref().is_some_and(|when| when(step))
     }
 
     /// Returns the version that `step` computes with. Steps count from 1.
@@ -107,7 +82,8 @@ mod tests {
 
     #[test]
     fn the_step_after_a_drain_reads_the_drained_version() {
-        assert_eq!(table(&Schedule::delayed(1).draining_every(4), 9), [0, 0, 1, 2, 4, 4, 5, 6, 8]);
+        let schedule = Schedule::delayed(1).draining_when(|step| step.0.is_multiple_of(4));
+        assert_eq!(table(&schedule, 9), [0, 0, 1, 2, 4, 4, 5, 6, 8]);
         let schedule = Schedule::delayed(0).draining_when(|step| step.0 == 3);
         assert_eq!(table(&schedule, 6), [0, 0, 1, 3, 3, 4]);
     }

@@ -106,7 +106,9 @@ impl Scenario {
         };
         let schedule = match self.delay {
             None => Schedule::exact(),
-            Some(delay) => Schedule::delayed(delay.warmup).draining_every(delay.drain_every),
+            Some(Delay { warmup, drain_every, .. }) => {
+                Schedule::delayed(warmup).draining_when(move |step| step.0.is_multiple_of(drain_every))
+            }
         };
         PipelineOptions {
             schedule,

@@ -28,10 +28,6 @@ impl<M: Frame, S: MessageSink<M>> Intake<M, S> {
         self.fault.as_ref()
     }
 
-    pub fn is_stalled(&self) -> bool {
-        self.stalled
-    }
-
     pub fn received(&self) -> u64 {
         self.received
     }
