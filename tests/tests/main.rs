@@ -18,7 +18,6 @@ mod drain;
 mod errors;
 mod export;
 mod floods;
-mod frozen;
 mod http;
 mod import;
 mod inspect;

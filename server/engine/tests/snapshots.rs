@@ -20,8 +20,8 @@ use longshore_engine::{
     tier::Storage,
 };
 use longshore_proto::{
-    ContributionChunk, Dtype, Fault, FaultKind, Formats, JobSpec, MasterFormat, Rank, ShardId, StateFormat,
-    Step, TierKind, Version, checksum::state_hash, limits::MAX_EXPORTS_AT_ONCE,
+    ContributionChunk, Dtype, Fault, FaultKind, Formats, JobSpec, MasterFormat, Partition, Rank, ShardId,
+    StateFormat, Step, TierKind, Version, checksum::state_hash, limits::MAX_EXPORTS_AT_ONCE,
 };
 
 use crate::common::{
@@ -417,9 +417,12 @@ fn a_snapshot_of_a_version_to_come_waits_for_it() {
 #[test]
 fn an_export_is_the_rounded_master_weights() {
     let low = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 9 };
-    for formats in [Formats::default(), low] {
-        let spec =
-            JobSpec { formats, shard_elements: 9 * BLOCK as u64, ..spec(&[11 * BLOCK as u64 - 5], &[0]) };
+    let adapter = vec![Partition::whole(1), Partition::frozen(1)];
+    for (formats, partitions) in [(Formats::default(), vec![]), (low, vec![]), (Formats::default(), adapter)]
+    {
+        let sizes = [11 * BLOCK as u64 - 5, 3 * BLOCK as u64];
+        let shard_elements = 9 * BLOCK as u64;
+        let spec = JobSpec { formats, partitions, shard_elements, ..spec(&sizes, &[0, 0]) };
         let (initial, flats) = (weights(&spec, 1), [gradient(&spec, 2, 1.0)]);
         let mut reference = Reference::new(&spec, &initial);
         let mut cluster = Cluster::started(&spec, 1, &initial);

@@ -42,6 +42,8 @@ def test_adapters_train_as_torchs_and_the_base_stays(options: dict[str, object])
     for name, found in ours.weights().items():
         assert torch.equal(found, start[name]) is (".base." in name), name
         torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-7)
+    trained = [number for number, (_, parameter) in enumerate(ours.named_parameters()) if parameter.requires_grad]
+    assert [*mine.state_dict(full=True)["state"]] == trained, "frozen weights have no moments"
 
 
 def test_a_new_process_gets_the_base_too_also_from_a_checkpoint(tmp_path: pathlib.Path) -> None:
