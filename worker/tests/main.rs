@@ -3,4 +3,3 @@
 mod pipeline;
 mod transports;
 mod turns;
-mod waits;

@@ -2,10 +2,6 @@
 
 use std::{
     net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
     thread,
     time::{Duration, Instant},
 };
@@ -20,12 +16,7 @@ use longshore_worker::{
     Budget, Error, LossScaler, Options, Pipeline, PipelineOptions, Result, Schedule, Session, StateHash,
     StepOutcome, Transport, pipeline::Weights,
 };
-use tokio::{
-    io::copy_bidirectional,
-    net::{TcpListener, TcpStream},
-    runtime::Runtime,
-    sync::watch,
-};
+use tokio::runtime::Runtime;
 use tonic::transport::Channel;
 
 fn log() {
@@ -63,45 +54,6 @@ impl Drop for Servers {
         for (runtime, _) in self.0.drain(..) {
             runtime.shutdown_background();
         }
-    }
-}
-
-/// A TCP proxy whose connections can all be cut.
-struct Proxy {
-    _runtime: Runtime,
-    address: SocketAddr,
-    cut: watch::Sender<u64>,
-}
-
-impl Proxy {
-    fn start(target: String) -> Proxy {
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).unwrap();
-        let address = listener.local_addr().unwrap();
-        let cut = watch::Sender::new(0);
-        let cuts = cut.clone();
-        runtime.spawn(async move {
-            loop {
-                let (mut inward, _) = listener.accept().await.unwrap();
-                let (mut cuts, target) = (cuts.subscribe(), target.clone());
-                cuts.mark_unchanged();
-                tokio::spawn(async move {
-                    let mut outward = TcpStream::connect(target).await.unwrap();
-                    let _ = inward.set_nodelay(true);
-                    let _ = outward.set_nodelay(true);
-                    tokio::select! {
-                        _ = copy_bidirectional(&mut inward, &mut outward) => {}
-                        _ = cuts.changed() => {}
-                    }
-                });
-            }
-        });
-        Proxy { _runtime: runtime, address, cut }
-    }
-
-    fn cut(&self) {
-        self.cut.send_modify(|count| *count += 1);
     }
 }
 
@@ -166,44 +118,6 @@ fn step(pipeline: &mut Pipeline, rank: u32) -> Result<Step> {
 
 fn plain() -> PipelineOptions {
     PipelineOptions { clip: Some(1.0), ..PipelineOptions::new(LossScaler::fixed(128.0).unwrap(), hyper) }
-}
-
-fn run(options: Options, steps: u64, how: PipelineOptions) -> Result<(Option<StateHash>, Vec<StepOutcome>)> {
-    let rank = options.rank;
-    let mut session = Session::connect(options)?;
-    let joined = session.start(&initial)?;
-    let mut pipeline = Pipeline::new(session, &joined, how)?;
-    while pipeline.last_step().0 < steps {
-        step(&mut pipeline, rank.0)?;
-    }
-    assert_eq!(pipeline.drain()?, Version(steps));
-    let outcomes = pipeline.outcomes();
-    let hash = (rank.0 == 0).then(|| pipeline.session().state_hash()).transpose()?;
-    pipeline.close()?.leave()?;
-    Ok((hash, outcomes))
-}
-
-/// Trains all ranks of a job as threads. Returns rank 0's hash.
-fn train(
-    servers: &[String],
-    spec: &JobSpec,
-    steps: u64,
-    how: &PipelineOptions,
-) -> (StateHash, Vec<StepOutcome>) {
-    let ranks: Vec<_> = (0..spec.world_size)
-        .map(|rank| {
-            let (options, how) = (options(servers.to_vec(), spec.clone(), rank), how.clone());
-            thread::spawn(move || {
-                run(options, steps, how).unwrap_or_else(|error| panic!("rank {rank}: {error}"))
-            })
-        })
-        .collect();
-    let mut results: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
-    for (_, outcomes) in &results {
-        assert_eq!(outcomes.len() as u64, steps);
-    }
-    let (hash, outcomes) = results.remove(0);
-    (hash.unwrap(), outcomes)
 }
 
 /// Returns whether every server has the whole gradient of its next step, and waits for rank 0's decision.
@@ -295,35 +209,6 @@ fn ranks_that_push_their_partitions_make_the_bits_of_one_that_pushes_all() {
     let contributors = |index| if index < 2 { vec![Rank(0), Rank(1)] } else { vec![Rank(index - 2)] };
     let (hash, found, _) = train_partitions(&three, 2, contributors, Transport::Tcp);
     assert_eq!((hash, found[7].norm), (known, outcomes[7].norm));
-}
-
-#[test]
-fn cut_connections_change_no_bit() {
-    let spec = spec(1, 1, 1, Dtype::Bf16);
-    let how = PipelineOptions { schedule: Schedule::delayed(1), ..plain() };
-    let (undisturbed, _) = train(&Servers::start(2).addresses(), &spec, 12, &how);
-    let servers = Servers::start(2);
-    let proxies: Vec<Proxy> = servers.addresses().into_iter().map(Proxy::start).collect();
-    let through: Vec<String> = proxies.iter().map(|proxy| proxy.address.to_string()).collect();
-    let done = Arc::new(AtomicBool::new(false));
-    let cutter = {
-        let done = done.clone();
-        thread::spawn(move || {
-            let mut cuts = 0;
-            while !done.load(Relaxed) {
-                thread::sleep(Duration::from_millis(60));
-                proxies[cuts % 2].cut();
-                cuts += 1;
-            }
-            (cuts, proxies)
-        })
-    };
-    let (disturbed, _) = train(&through, &spec, 12, &how);
-    done.store(true, Relaxed);
-    let (cuts, _) = cutter.join().unwrap();
-    println!("{cuts} cuts");
-    assert!(cuts >= 3);
-    assert_eq!(undisturbed, disturbed);
 }
 
 /// Commits on a server that has all contributions, once its last sum is formed.
