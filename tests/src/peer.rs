@@ -25,8 +25,6 @@ pub const END_HEADERS: u8 = 4;
 
 /// Error codes of GOAWAY.
 pub const NO_ERROR: u32 = 0;
-pub const FLOW_CONTROL_ERROR: u32 = 3;
-pub const FRAME_SIZE_ERROR: u32 = 6;
 pub const ENHANCE_YOUR_CALM: u32 = 11;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";

@@ -1,16 +1,12 @@
-//! Frames that cost memory or time, from one connection: the server ends it, and serves the others.
+//! Frames that cost memory or time, from one connection: the server ends it, and serves the others. The tests of
+//! `proto/wire/src/direct` have every limit, and `beside` has floods of other frames.
 
-use longshore_proto::limits::WINDOW_BYTES;
 use longshore_tests::{
-    peer::{
-        ACK, CONTINUATION, DATA, END_HEADERS, ENHANCE_YOUR_CALM, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR,
-        HEADERS, PING, Peer, RESET, SETTINGS, call, frame, frame_of,
-    },
+    peer::{END_HEADERS, ENHANCE_YOUR_CALM, HEADERS, Peer, RESET, call, frame},
     server::{Longshored, ServerOptions},
     soak,
     train::Train,
 };
-use longshore_wire::{direct::Mark, frame::encode, v1::PushRequest};
 
 use super::growth;
 
@@ -34,46 +30,6 @@ fn flooded(server: &Longshored, pieces: impl Iterator<Item = Vec<u8>>) -> Option
         peer.flood(pieces);
         reading.join().unwrap()
     })
-}
-
-/// A name, frames, and the codes that may end their connection.
-type Excess<'a> = (&'static str, Box<dyn Iterator<Item = Vec<u8>> + 'a>, &'static [u32]);
-
-/// The tests of `proto/wire/src/direct` have every limit.
-#[test]
-fn each_excess_ends_its_connection_with_its_code() {
-    let server = ServerOptions::new().start();
-    let headers = |stream| frame(HEADERS, END_HEADERS, stream, &call(PUSH));
-    let fields: String =
-        (0..200).map(|index| format!("\0\x06name{index:02x}\x0evalue of {index:05}")).collect();
-    let first = PushRequest { job: "nobody's".into(), ..PushRequest::default() };
-    let marked = Mark::of_request().put(encode(&first)).head;
-    let begun = streams(64).flat_map(|stream| [headers(stream), frame(DATA, 0, stream, &marked)]);
-    // Two windows on each stream, whatever credit comes back.
-    let payload = vec![0; WINDOW_BYTES / 4];
-    let more = (0..8).flat_map(|_| streams(64)).map(|stream| frame(DATA, 0, stream, &payload));
-    let pings = frame(PING, 0, 0, &[0; 8]).repeat(1000);
-    let endless = (0..10_000).map(|_| frame(CONTINUATION, 0, 1, fields.as_bytes()));
-    let calm: &[u32] = &[ENHANCE_YOUR_CALM];
-    let floods: [Excess<'_>; 4] = [
-        ("pings", Box::new((0..10_000).map(|_| pings.clone())), calm),
-        ("headers", Box::new([frame(HEADERS, 0, 1, &call(PUSH))].into_iter().chain(endless)), calm),
-        ("calls", Box::new(streams(50_000).map(headers)), calm),
-        ("a window", Box::new(begun.chain(more)), &[FLOW_CONTROL_ERROR, ENHANCE_YOUR_CALM]),
-    ];
-    for (what, pieces, codes) in floods {
-        let (most, _) = growth(&server, || {
-            let code = flooded(&server, pieces);
-            assert!(code.is_none_or(|code| codes.contains(&code)), "{what}: {code:?}");
-        });
-        assert!(most < ONE_CONNECTION, "{what}: {most}");
-    }
-    for bytes in [frame_of(1024 * 1024 + 1, DATA, 0, 1, &[0; 100]), frame(SETTINGS, ACK, 0, &[0; 6])] {
-        let mut peer = Peer::connect(server.address()).unwrap();
-        peer.send(&bytes).unwrap();
-        assert_eq!(peer.end(), Some(FRAME_SIZE_ERROR), "{:?}", &bytes[..9]);
-    }
-    assert!(Peer::connect(server.address()).unwrap().lists_jobs());
 }
 
 /// The code of CANCEL, which cancels a call.
