@@ -7,16 +7,8 @@ use serde::Deserialize;
 pub enum Event {
     Start(Start),
     Step(Step),
-    /// The weights that a step computed with, on any rank.
-    Weights(Weights),
-    Validation {
-        version: u64,
-        loss: f32,
-    },
-    Checkpoint {
-        name: String,
-        version: u64,
-    },
+    Validation { version: u64, loss: f32 },
+    Checkpoint { name: String, version: u64 },
     End(End),
 }
 
@@ -44,14 +36,6 @@ pub struct Step {
     pub exposed_ms: f64,
     pub pushed_bytes: u64,
     pub pulled_bytes: u64,
-}
-
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-pub struct Weights {
-    pub rank: u32,
-    pub step: u64,
-    pub version: u64,
-    pub crc32: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]

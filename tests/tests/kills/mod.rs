@@ -1,27 +1,16 @@
-//! `kill -9` of each role at any moment, and at critical ones: during a long push, a takeover, an operator's call,
-//! and a start. Some tests have ranks that outlive each other, or a trainer that is never the same twice.
+//! `kill -9` of each role at any moment, and at critical ones: during an operator's call and a start. In some tests
+//! ranks outlive each other. The simulation has takeovers, pushes that are cut short, and steps that are taken back.
 //!
 //! A few kills are made always, and the soak, `tests/run --soak kills`, makes many.
 
 mod operators;
-mod perturbed;
 mod processes;
 mod resume;
-mod slow;
 mod stops;
-mod takeover;
 mod waits;
 
-use longshore_tests::{
-    server::{self, Longshored, ServerOptions},
-    skip,
-};
+use longshore_tests::server::{self, Longshored, ServerOptions};
 use tempfile::TempDir;
-
-#[track_caller]
-fn skipped() {
-    skip::skipped("slow (tests/run --soak)");
-}
 
 /// Splits the kills over runs of at most `each`, so that a run's steps stay few. Returns each run's kills.
 fn in_runs(kills: u64, each: u64) -> impl Iterator<Item = u64> {

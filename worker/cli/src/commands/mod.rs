@@ -247,11 +247,10 @@ fn given(matches: &ArgMatches) -> Given {
 
 const PREFIX: &str = "LONGSHORE_";
 /// Variables without a flag: those that the update kernels of an embedded server read, and those of tests.
-const NO_FLAGS: [&str; 9] = [
+const NO_FLAGS: [&str; 8] = [
     "LONGSHORE_ISA",
     "LONGSHORE_BIN_DIR",
     "LONGSHORE_TEST_PYTHON",
-    "LONGSHORE_TEST_PERTURB",
     "LONGSHORE_TEST_SKIPPED",
     "LONGSHORE_SOAK",
     "LONGSHORE_SEED",

@@ -203,9 +203,6 @@ pub struct Flags {
     /// Print a plot of the loss at the end, where stdout is no terminal, too
     #[arg(long, help_heading = "Output")]
     pub(crate) plot: bool,
-    /// With --json, on every rank: the checksum of the weights that each step computed with
-    #[arg(long, hide = true, help_heading = "Output")]
-    pub(crate) step_weights: bool,
 
     /// Update threads of an embedded server [default: all cores]
     #[arg(long, help_heading = "Embedded server")]

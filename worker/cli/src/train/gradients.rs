@@ -13,14 +13,12 @@ use super::{
     gpt::{BoxError, Gpt, Gradients, Tensor},
     memory::largest_stage,
     staging::Staging,
-    tested::Noise,
 };
 
 /// Device memory for the fp32 gradients of one layer. No other gradients are ever on the device.
 pub struct LayerGradients {
     staging: Staging,
     buffer: Buffer,
-    noise: Option<Noise>,
 }
 
 impl LayerGradients {
@@ -30,7 +28,7 @@ impl LayerGradients {
     /// `Shortage` if the device's budget has no room for the largest layer's gradients.
     pub fn allocate(device: Arc<dyn Device>, model: &Gpt) -> Result<LayerGradients> {
         let buffer = device.allocate("fp32 gradients of a layer", largest_stage(model) * 4)?;
-        Ok(LayerGradients { staging: Staging::new(device), buffer, noise: Noise::from_environment() })
+        Ok(LayerGradients { staging: Staging::new(device), buffer })
     }
 }
 
@@ -49,7 +47,7 @@ impl<'a> Sink<'a> {
 
 impl Gradients for Sink<'_> {
     fn emit(&mut self, stage: usize, gradients: Vec<Tensor>) -> Result<(), BoxError> {
-        let LayerGradients { staging, buffer, noise } = &mut *self.memory;
+        let LayerGradients { staging, buffer } = &mut *self.memory;
         let params = self.model.stages()[stage].params.clone();
         let mut offset = 0;
         let mut places = Vec::with_capacity(gradients.len());
@@ -71,7 +69,6 @@ impl Gradients for Sink<'_> {
                 convert::to_f32(Dtype::F32, host, &mut values);
                 Ok(())
             })?;
-            noise.iter().for_each(|noise| noise.add(&mut values));
             self.assembler.put(param, &values)?;
         }
         Ok(())

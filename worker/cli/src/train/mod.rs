@@ -13,7 +13,6 @@ mod report;
 mod settings;
 mod staging;
 mod stop;
-mod tested;
 pub mod text;
 mod weights;
 

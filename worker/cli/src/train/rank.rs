@@ -21,7 +21,6 @@ use super::{
     recorded,
     report::{Opening, Report},
     stop::{LastWords, Part, Stop, Stopped},
-    tested,
     text::{Batch, Corpus},
 };
 use crate::progress::Progress;
@@ -256,12 +255,6 @@ impl<'a> Run<'a> {
         report: &mut Report,
     ) -> anyhow::Result<()> {
         let plan = pipeline.begin()?;
-        if self.settings.flags.step_weights {
-            // Reported before any push: if this process is killed later, the step may already have all of its
-            // gradient.
-            let checksum = tested::checksum(&pipeline.weights()?, self.layout.elements())?;
-            report.weights(self.rank, plan, checksum);
-        }
         let mut loss = 0.0;
         for micro_step in 0..self.settings.flags.micro_steps {
             loss +=

@@ -9,7 +9,7 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 use longshore_proto::{Formats, Step, legible, legible_lines};
-use longshore_worker::pipeline::{StepInputs, StepOutcome};
+use longshore_worker::pipeline::StepOutcome;
 use serde_json::json;
 
 use super::{plot::plot, settings::Settings, text::Summary};
@@ -206,14 +206,6 @@ impl Report {
             Output::Json => self.json(&json!({"event": "validation", "version": version, "loss": loss})),
             _ => self.line(&format!("validation loss at version {version}: {loss:.3} nats per byte")),
         }
-    }
-
-    /// Reports the weights that a step begins with, on any rank.
-    pub(super) fn weights(&self, rank: u32, plan: StepInputs, crc32: u32) {
-        let (step, version) = (plan.step.0, plan.reads.0);
-        self.json(
-            &json!({"event": "weights", "rank": rank, "step": step, "version": version, "crc32": crc32}),
-        );
     }
 
     pub(super) fn checkpoint(&mut self, name: &str, version: u64) {
