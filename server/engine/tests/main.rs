@@ -12,4 +12,3 @@ mod refusals;
 mod same_bits;
 mod snapshots;
 mod storage;
-mod tiers;

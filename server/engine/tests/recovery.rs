@@ -294,6 +294,24 @@ fn a_sum_keeps_what_it_was_computed_with() {
     }
 }
 
+/// A lone rank's next process makes its step anew, so a restart of the server brings back no sum of the one before.
+#[test]
+fn sums_of_a_replaced_lone_worker_stay_away_after_a_restart() {
+    let (spec, dirs) = (JobSpec { tier: TierKind::Shm, ..shape(1, 1, 0) }, Dirs::new(0));
+    let open = || Cluster::try_open(&spec, 1, &compute(2, Isa::detect()), &dirs.storage).unwrap();
+    let is_summed = |cluster: &Cluster| cluster.jobs[0].statistics(ShardId(0), Step(1)).unwrap().is_some();
+    let mut cluster = open();
+    cluster.join(0);
+    cluster.upload(&weights(&spec, 1));
+    cluster.push(1, &step_gradients(&spec, 1));
+    drop(cluster);
+    let mut cluster = open();
+    assert!(is_summed(&cluster), "the sum outlives the server");
+    cluster.join(0);
+    drop(cluster);
+    assert!(!is_summed(&open()));
+}
+
 /// A decision belongs to its contributions: once another process's gradient has replaced one, the servers
 /// refuse it, and nothing changes.
 #[test]
