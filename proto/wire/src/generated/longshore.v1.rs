@@ -24,7 +24,7 @@ pub struct Param {
     #[prost(uint32, tag = "3")]
     pub group: u32,
 }
-/// What a job is. The same spec opens the same job again; another spec is refused with the field that differs.
+/// Description of a job. The same spec opens the same job again; another spec is refused with the field that differs.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct JobSpec {
     /// 1 to 128 of \[A-Za-z0-9.\_-\]
@@ -461,7 +461,7 @@ impl StateArray {
         }
     }
 }
-/// One chunk of one rank's gradient for one shard. Chunk k holds bytes \[k MiB, (k+1) MiB) of the shard's gradient in
+/// Chunk of one rank's gradient for one shard. Chunk k holds bytes \[k MiB, (k+1) MiB) of the shard's gradient in
 /// the job's gradient dtype; all but the last are full.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct PushRequest {
@@ -481,7 +481,7 @@ pub struct PushRequest {
     pub shard: u32,
     #[prost(uint32, tag = "7")]
     pub chunk: u32,
-    /// What the loss was multiplied by: Commit.loss_scale of the version that the step reads, the same on all ranks and shards. At
+    /// Factor of the loss: Commit.loss_scale of the version that the step reads, the same on all ranks and shards. At
     /// version 0, and where a server has forgotten that version's, the step's first contribution settles it.
     #[prost(double, tag = "8")]
     pub loss_scale: f64,
@@ -1499,7 +1499,7 @@ pub struct CommitRequest {
     #[prost(message, optional, tag = "5")]
     pub report: ::core::option::Option<StepReport>,
 }
-/// What rank 0's trainer says of its steps.
+/// Measurements of rank 0's trainer.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct StepReport {
     /// of the step that is committed, as this rank saw it
@@ -2641,11 +2641,11 @@ pub struct ListJobsResponse {
     /// its clock: microseconds since 1970, as incarnations are chosen from
     #[prost(uint64, tag = "5")]
     pub unix_micros: u64,
-    /// What identities have of this server, by name: the caller's own, and all of them for one with the jobs `*`.
+    /// Shares that identities have of this server, by name: the caller's own, and all of them for one with the jobs `*`.
     #[prost(message, repeated, tag = "6")]
     pub identities: ::prost::alloc::vec::Vec<IdentityUsage>,
 }
-/// What one identity has of a server, and the most that it may have: its quota. Absent: no limit.
+/// Share of one identity, and the most that it may have: its quota. Absent: no limit.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct IdentityUsage {
     #[prost(string, tag = "1")]
@@ -2780,7 +2780,7 @@ pub struct DescribeResponse {
     #[prost(message, optional, tag = "48")]
     pub scaling: ::core::option::Option<Scaling>,
 }
-/// One decided step as a server saw it, for whoever draws charts of training.
+/// Decided step as a server saw it, for charts of training.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct DecidedStep {
     #[prost(uint64, tag = "1")]
@@ -2805,7 +2805,7 @@ pub struct DecidedStep {
     /// How long offloading held up rank 0's trainer, in the step before this one. Absent where rank 0 does not say.
     #[prost(double, optional, tag = "9")]
     pub exposed_seconds: ::core::option::Option<f64>,
-    /// What the job's counters here were when it was decided, those since the job was opened here. Steps beside each other give speeds.
+    /// The job's counters at that decision, since the job was opened here. Steps beside each other give speeds.
     #[prost(uint64, tag = "10")]
     pub pushed_bytes: u64,
     #[prost(uint64, tag = "11")]

@@ -80,7 +80,7 @@ pub struct Cli {
     /// The client's config file, with clusters by name [default: longshore/config.toml in ~/.config]
     #[arg(long, global = true, env = "LONGSHORE_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
-    /// What to log on stderr, as in info or longshore_worker=debug
+    /// Messages to log on stderr, as in info or longshore_worker=debug
     #[arg(long, global = true, env = "LONGSHORE_LOG", default_value = "warn", value_name = "FILTER")]
     log: String,
 }

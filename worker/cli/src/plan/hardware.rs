@@ -24,7 +24,7 @@ pub(crate) struct HardwareArgs {
     /// Space that each server has in its state directories: says whether the job fits
     #[arg(long, value_name = "SIZE")]
     pub(crate) nvme: Option<ByteSize>,
-    /// What each server's drives may be written with, as in 600TB: how many days that is
+    /// Bytes that each server's drives may be written with, as in 600TB: how many days that is
     #[arg(long, value_name = "SIZE", requires = "step_s")]
     pub(crate) drive_endurance: Option<ByteSize>,
     /// Memory of each GPU: says which stage fits, and the largest model that does

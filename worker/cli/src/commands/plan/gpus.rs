@@ -31,7 +31,7 @@ pub(super) struct Args {
     /// Have the inputs of blocks, which backward computes from, wait in the memory of each GPU's host
     #[arg(long, conflicts_with = "keep_activations")]
     offload_activations: bool,
-    /// What a GPU pulls and drops together at stage 3
+    /// Weights that a GPU pulls and drops together at stage 3
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     units: Division,
     #[command(flatten)]
