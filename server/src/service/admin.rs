@@ -219,7 +219,7 @@ impl Services {
             ));
         }
         if request.check {
-            return Ok(handle.job.owned().iter().map(|shard| shard.0).collect());
+            return Ok(handle.job.places().iter().map(|shard| shard.0).collect());
         }
         tracing::info!(job = request.job, ?servers, "other servers are wanted");
         handle.want(Wanted { servers, asked_micros: request.asked_micros });
