@@ -22,9 +22,8 @@ use crate::{
 /// Longest wait for calls that work on files, and then for updates in progress, when a server ends.
 const LET_GO: Duration = Duration::from_secs(10);
 
-/// A server on a Unix socket that only this user and root may dial, ended by drop. Sessions of this process reach it
-/// without the socket. Its stored jobs are recovered by the
-/// next server with the same folders, even in another process.
+/// A server on a Unix socket that only this user and root may dial, ended by drop. Sessions of this process need no
+/// socket. Its stored jobs are recovered by the next server with the same folders, even in another process.
 pub struct Embedded {
     address: String,
     /// Calls of this process. None once ended.
@@ -65,6 +64,7 @@ impl Drop for Embedded {
     /// Waits until nothing uses the jobs' folders, since the next server locks them. Work that outlasts the wait
     /// continues in the background.
     fn drop(&mut self) {
+        // Calls of this process run on its own threads, and hold jobs.
         self.here = None;
         let Some((server, runtime)) = self.running.take() else { return };
         // The caller may be a runtime thread, where blocking would panic. The server is handed over only once the

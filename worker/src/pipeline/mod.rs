@@ -187,7 +187,7 @@ impl Pipeline {
         let plan = StepInputs { step, reads, loss_scale };
         let reading = self.reading(reads);
         let (finished_at, at) = channel::channel(None);
-        let (trainer, to_decide) = self.to_decide(plan, &span, at).unzip();
+        let trainer = self.announce(plan, &span, at);
         let micro_steps = self.options.accumulate.micro_steps(self.session.spec()) as usize;
         self.current = Some(Current {
             plan,
@@ -198,7 +198,6 @@ impl Pipeline {
             assembled: vec![false; micro_steps],
             loss: None,
             finished: Arc::new(AtomicU32::new(0)),
-            to_decide,
             trainer,
             finished_at,
             before,
@@ -212,16 +211,19 @@ impl Pipeline {
         self.await_decision(self.next_reads())
     }
 
-    /// Returns rank 0's step for the driver, and the sender of the trainer's part of the commit.
-    fn to_decide(
+    /// Sends a step to rank 0's driver, which starts to collect the step's gradient statistics.
+    fn announce(
         &self,
         plan: StepInputs,
         span: &Span,
         finished_at: stats::Finished,
-    ) -> Option<(oneshot::Sender<Finished>, StepToDecide)> {
-        let (trainer, finished) = self.work.is_some().then(oneshot::channel)?;
+    ) -> Option<oneshot::Sender<Finished>> {
+        let work = self.work.as_ref()?;
+        let (trainer, finished) = oneshot::channel();
+        // A driver that has ended left the session's failure, and the next call returns it.
         let (step, loss_scale, span) = (plan.step, plan.loss_scale, span.clone());
-        Some((trainer, StepToDecide { step, loss_scale, span, finished_at, finished }))
+        let _ = work.send(StepToDecide { step, loss_scale, span, finished_at, finished });
+        Some(trainer)
     }
 
     /// Reports the current step's loss on this rank to the servers, for charts. Only rank 0's loss is kept.
@@ -253,7 +255,7 @@ impl Pipeline {
         let opened = self.open_ahead(Step(step.0 + 1));
         if let Some(trainer) = current.trainer.take() {
             let report = current.report(self.timed);
-            let _ = trainer.send(Finished { trainer_state, report }); // see `Pipeline::assembler`
+            let _ = trainer.send(Finished { trainer_state, report }); // see `announce`
         }
         let ended = opened.and_then(|()| match next == step.version() {
             true => self.await_decision(next).map(drop),

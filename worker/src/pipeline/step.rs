@@ -15,7 +15,7 @@ use tracing::Span;
 
 use super::{
     OUTSIDE, Pipeline,
-    driver::{Finished, StepToDecide},
+    driver::Finished,
     options::Weights,
     outcome::{Made, Timing},
 };
@@ -54,8 +54,6 @@ pub(super) struct Current {
     pub(super) finished: Arc<AtomicU32>,
     /// The loss that the trainer reported, for charts.
     pub(super) loss: Option<f64>,
-    /// On rank 0, until the first assembler.
-    pub(super) to_decide: Option<StepToDecide>,
     pub(super) trainer: Option<oneshot::Sender<Finished>>,
     pub(super) finished_at: watch::Sender<Option<Instant>>,
     pub(super) before: Meters,
@@ -151,11 +149,6 @@ impl Pipeline {
             );
         }
         current.assemble(micro_step)?;
-        if let (Some(step), Some(work)) = (current.to_decide.take(), &self.work) {
-            // The driver asks for statistics now: alone, the request would wake its thread once more. A driver that has
-            // ended left the session's failure, and the next call returns it.
-            let _ = work.send(step);
-        }
         let (plan, reading, finished) = (current.plan, current.reading.clone(), current.finished.clone());
         let gradients = self.session.gradients.clone();
         let ways = gradients.ways(plan.step, matches!(self.options.weights, Weights::Whole));
