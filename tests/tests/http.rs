@@ -97,6 +97,9 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
         assert_eq!(norms, expected);
         assert_eq!((job["name"].as_str(), job["servers"].as_u64()), (Some("default"), Some(2)));
         assert_eq!(job["pushed_bytes"], status.pushed_bytes);
+        // Each page lists all servers of a job.
+        let members = job["members"].as_array().unwrap().iter();
+        assert!(members.map(|member| member["address"].as_str().unwrap()).eq(names.iter()));
         let documented = include_str!("../../docs/observe.md");
         for key in keys(&page) {
             assert!(documented.contains(&format!("`{key}`")), "docs/observe.md does not list {key}");

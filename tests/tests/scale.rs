@@ -5,6 +5,7 @@ use std::{thread::sleep, time::Duration};
 use longshore_tests::{
     command::{Output, longshore},
     conformance::cluster::eventually,
+    http::{self, FLAGS},
     proxy::Proxy,
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
@@ -151,7 +152,7 @@ fn a_wish_is_withdrawn_in_the_middle() {
 #[test]
 fn a_dry_run_moves_nothing() {
     let servers = [
-        ServerOptions::new().start(),
+        ServerOptions::new().args(FLAGS).start(),
         ServerOptions::new().memory("8MiB").start(),
         ServerOptions::new().start(),
     ];
@@ -181,6 +182,10 @@ fn a_dry_run_moves_nothing() {
     // What a server takes is what was said.
     let done = scale(&servers[..1], &[&servers[0], roomy], &["--wait"]);
     assert_eq!(done.code, 0, "{done:?}");
+    let page = http::json(&http::address(&servers[0]), "/status.json");
+    let job = &page["jobs"][0];
+    assert_eq!(job["members"][1]["shards"].as_u64(), Some(part(1, "shards_then")), "{job}");
+    assert!(job["scaling"]["is_reached"] == true && job["scaling"]["fetched_bytes"] == 0, "{job}");
     let taken = status(&server::addresses(&servers[2..]))[0].servers[0].memory_bytes;
     assert_eq!(taken, part(1, "takes_bytes"));
     running.finish();

@@ -256,10 +256,9 @@ impl Args {
     fn wait(&self, wish: &Wish, out: Output) -> anyhow::Result<()> {
         let Wish { job, servers: wanted, asked_micros, plan, before } = wish;
         let goal: BTreeSet<String> = wanted.iter().cloned().collect();
-        let what = format!("moving {job}");
         let bar = match plan.bytes {
-            0 => Progress::waiting(&what, out),
-            bytes => Progress::bytes(&what, bytes, out),
+            0 => Progress::waiting(job, out),
+            bytes => Progress::bytes(job, bytes, out),
         };
         let reachable: Vec<String> =
             goal.iter().cloned().chain(before.members()).collect::<BTreeSet<_>>().into_iter().collect();
@@ -290,9 +289,11 @@ impl Args {
             }
             let (shards, bytes) =
                 (fetched.0.saturating_sub(at_first.0), fetched.1.saturating_sub(at_first.1));
-            let ending = (shards as usize >= plan.shards).then_some("the steps in flight end");
+            // Moves of an earlier wish may end meanwhile.
+            let shards = plan.shards.min(shards as usize);
+            let ending = (shards == plan.shards).then_some("ending");
             let why = seen.obstacle().or(ending).map(|why| format!(" ({why})")).unwrap_or_default();
-            bar.at(bytes, format!("{what}: {shards} of {} shards{why}", plan.shards));
+            bar.at(bytes.min(plan.bytes), format!("{job}: {shards} of {} shards{why}", plan.shards));
             if since.elapsed() > Duration::from_secs(self.patience) {
                 let why = seen.obstacle().unwrap_or("see rank 0's log");
                 let value = format!("{} of {} servers", seen.members().len(), wanted.len());

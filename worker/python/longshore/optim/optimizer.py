@@ -394,7 +394,7 @@ class Optimizer(Stepping, Stateful):
             servers: addresses of all servers that the job shall have.
 
         Raises:
-            RefusedError: for an empty list or one with repetitions, and for an identity without the role operator.
+            RefusedError: for an empty list or one with repetitions, a job that cannot move, and an identity without the role operator.
         """
         self._opened().job.scale(list(servers))
 
