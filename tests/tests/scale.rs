@@ -39,10 +39,11 @@ fn finish(ranks: Vec<Running>) -> Run {
 }
 
 /// The weights of a training on 2, then 4, then 3 servers are those of the same training on one.
-fn scaled(ranks: usize, tier: &str, more: &[&str]) {
+fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
     let train = Train::new(STEPS).args(["--layers", "3", "--world-size", &ranks.to_string()]).args(more);
     let [checkpoints, drives] = [(); 2].map(|()| TempDir::new().unwrap());
-    let options = ServerOptions::new().checkpoint_dir(checkpoints.path()).state_root(drives.path());
+    let options =
+        ServerOptions::new().checkpoint_dir(checkpoints.path()).state_root(drives.path()).args(flags);
     let servers = server::servers(4, &options);
     let addresses = server::addresses(&servers);
     let mut running = start(&train.clone().args(["--tier", tier]).servers(&addresses[..2]), ranks);
@@ -55,7 +56,9 @@ fn scaled(ranks: usize, tier: &str, more: &[&str]) {
     let after = job_status(&addresses);
     assert_eq!(after.servers.len(), 4, "every server takes part");
     let memory = after.servers[0].memory_bytes;
-    assert!(memory < before, "memory of shards that have moved is free: {memory} of {before}");
+    // Where all lies on drives, shards share what they take in memory.
+    let is_freed = memory < before || !flags.is_empty();
+    assert!(is_freed, "memory of shards that have moved is free: {memory} of {before}");
     let written = longshore(["checkpoint", "--name", "moved", "--servers", &addresses.join(",")]);
     assert_eq!(written.code, 0, "{written:?}");
     let done = scale(&servers[..1], &[a, b, c], &["--wait"]);
@@ -75,8 +78,8 @@ fn scaled(ranks: usize, tier: &str, more: &[&str]) {
 /// Every job leaves the servers that are named, except those that cannot move, and these say why.
 #[test]
 fn a_server_is_cleared_of_all_jobs_that_may_leave_it() {
-    let home = TempDir::new().unwrap();
-    let servers = server::servers(3, &ServerOptions::new().state_root(home.path()));
+    let home = TempDir::new_in("/dev/shm").unwrap();
+    let servers = server::servers(3, &ServerOptions::new().shm_root(home.path()));
     let addresses = server::addresses(&servers);
     let (train, more) = (Train::new(10 * STEPS).args(["--layers", "3"]), ["--wait", "--patience", "60"]);
     let starts = |job: &str, on: &[String]| train.clone().args(["--job", job]).servers(on).start();
@@ -106,11 +109,7 @@ fn a_server_is_cleared_of_all_jobs_that_may_leave_it() {
     // One server takes another's place in every job.
     let replaced = clear(&addresses[0], &[&["--add", &addresses[2]], &more[..]].concat());
     assert!(replaced.code == 0 && replaced.stdout.contains("two is on"), "{replaced:?}");
-    let mut fixed = train
-        .clone()
-        .args(["--job", "fixed", "--tier", "nvme", "--delay", "1"])
-        .servers(&addresses[1..])
-        .start();
+    let mut fixed = train.clone().args(["--job", "fixed", "--tier", "shm"]).servers(&addresses[1..]).start();
     fixed.until_step(3);
     let stays = clear(&addresses[1], &more);
     assert!(
@@ -193,17 +192,33 @@ fn a_dry_run_moves_nothing() {
 
 #[test]
 fn servers_come_and_go_while_a_rank_trains() {
-    scaled(1, "memory", &[]);
+    scaled(1, "memory", &[], &[]);
 }
 
 #[test]
 fn servers_with_drives_come_and_go_while_two_ranks_train() {
-    scaled(2, "nvme", &[]);
+    scaled(2, "nvme", &[], &[]);
 }
 
 #[test]
 fn servers_come_and_go_while_two_ranks_make_delayed_steps() {
-    scaled(2, "memory", &["--delay", "1", "--warmup-steps", "0"]);
+    scaled(2, "memory", &["--delay", "1", "--warmup-steps", "0"], &[]);
+}
+
+/// The first change comes during exact steps, and the second one during delayed steps.
+#[test]
+fn servers_with_drives_come_and_go_while_two_ranks_make_delayed_steps() {
+    scaled(2, "nvme", &["--delay", "1", "--warmup-steps", "30"], &[]);
+}
+
+#[test]
+fn servers_with_images_and_gradients_on_drives_come_and_go() {
+    scaled(
+        2,
+        "nvme",
+        &["--delay", "1", "--warmup-steps", "0"],
+        &["--spill", "all", "--storage-buffers", "2"],
+    );
 }
 
 /// Shards of a server that leaves go to servers that never had them.
@@ -241,25 +256,24 @@ fn a_server_without_room_holds_up_no_step() {
 
 /// A job that cannot move says so, and leaves nothing on the server that was asked for.
 #[test]
-fn a_delayed_job_on_drives_stays_where_it_is() {
-    let home = TempDir::new().unwrap();
-    let servers = server::servers(2, &ServerOptions::new().state_root(home.path()));
-    let train = Train::new(STEPS).args(["--tier", "nvme", "--delay", "1"]);
+fn a_job_on_a_tmpfs_stays_where_it_is() {
+    let home = TempDir::new_in("/dev/shm").unwrap();
+    let servers = server::servers(2, &ServerOptions::new().shm_root(home.path()));
+    let train = Train::new(STEPS).args(["--tier", "shm"]);
     let mut running = train.servers(&server::addresses(&servers[..1])).start();
     running.until_step(3);
     let refused = scale(&servers[..1], &[&servers[1]], &["--wait", "--patience", "1"]);
-    assert!(refused.code == 1 && refused.stderr.contains("without a delay"), "{refused:?}");
+    assert!(refused.code == 1 && refused.stderr.contains("memory or nvme"), "{refused:?}");
     assert!(status(&server::addresses(&servers[1..])).is_empty(), "nothing was opened");
     running.finish();
 }
 
 /// Servers of tier nvme die at any moment of a change, and come back. Some die with rank 0.
-#[test]
-fn servers_on_drives_are_killed_while_servers_come_and_go() {
-    let (train, mut random) = (Train::new(STEPS).args(["--layers", "3"]), Random::new());
+fn killed_and_scaled(more: &[&str], flags: &[&str]) {
+    let (train, mut random) = (Train::new(STEPS).args(["--layers", "3"]).args(more), Random::new());
     let expected = train.undisturbed().hash;
     let home = TempDir::new().unwrap();
-    let options = ServerOptions::new().state_root(home.path());
+    let options = ServerOptions::new().state_root(home.path()).args(flags);
     let options = options.allow("cannot be fetched yet").allow("stepping back to the version before");
     let mut servers = server::servers(3, &options);
     let addresses = server::addresses(&servers);
@@ -284,6 +298,24 @@ fn servers_on_drives_are_killed_while_servers_come_and_go() {
         }
     }
     assert_eq!(running.finish().end.state_hash, expected);
+}
+
+#[test]
+fn servers_on_drives_are_killed_while_servers_come_and_go() {
+    killed_and_scaled(&[], &[]);
+}
+
+#[test]
+fn servers_of_a_delayed_job_are_killed_while_servers_come_and_go() {
+    killed_and_scaled(&["--delay", "1", "--warmup-steps", "30"], &[]);
+}
+
+#[test]
+fn servers_with_all_on_drives_are_killed_while_servers_come_and_go() {
+    killed_and_scaled(
+        &["--delay", "1", "--warmup-steps", "0"],
+        &["--spill", "all", "--storage-buffers", "2"],
+    );
 }
 
 /// Any process of two ranks dies at any moment of a change, and its next one goes on from there.

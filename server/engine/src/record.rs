@@ -3,6 +3,8 @@
 //! In JSON, floats are kept to the bit. JSON has no NaN, which is the norm of a step that overflowed. serde_json rounds
 //! most decimals back to the same f64, but not all. A resumed run needs exactly the loss scale it was stopped with.
 
+use std::ops::RangeInclusive;
+
 use longshore_proto::{
     Commit, Correction, Hyper, Incarnation, LeftOut, Placement, PlacementChange, ServerId, ShardId, Step,
     Version,
@@ -41,12 +43,13 @@ impl Record {
         Record { left_out, ..Record::new(Version(0), applied, None) }
     }
 
-    /// Returns the version of a shard's state that a server has at this version. None if another server has it.
-    pub fn version_of(&self, shard: ShardId, server: ServerId) -> Option<Version> {
-        let Some(placement) = &self.placement else { return Some(self.version) };
+    /// Returns the versions of a shard that a server has had by this version: from the one that it fetched to that of
+    /// its state. None if another server has the shard.
+    pub fn versions_of(&self, shard: ShardId, server: ServerId) -> Option<RangeInclusive<Version>> {
+        let Some(placement) = &self.placement else { return Some(Version(0)..=self.version) };
         let span = placement.span(server, shard);
         let is_here = !span.is_empty() && span.start <= self.version.0;
-        is_here.then(|| self.version.min(Version(span.end - 1)))
+        is_here.then(|| Version(span.start.saturating_sub(1))..=self.version.min(Version(span.end - 1)))
     }
 
     /// Returns true if the step that made the version left the state unchanged.

@@ -2,10 +2,14 @@
 
 use std::sync::Arc;
 
-use longshore_engine::{job::Job, kernels::Isa, tier::Storage};
+use longshore_engine::{
+    job::Job,
+    kernels::Isa,
+    tier::{Spill, Storage},
+};
 use longshore_proto::{
-    Commit, Dtype, Epoch, Formats, JobSpec, MasterFormat, Partition, PlacementChange, ServerId, ShardId,
-    StateFormat, TierKind,
+    Commit, Correction, Dtype, Epoch, Formats, JobSpec, MasterFormat, Partition, PlacementChange, ServerId,
+    ShardId, StateFormat, TierKind, Version,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -42,7 +46,8 @@ fn storage(noise: &mut Noise, home: Option<&TempDir>, server: usize) -> Storage 
     let dir = home.path().join(server.to_string());
     std::fs::create_dir_all(&dir).unwrap();
     let resident_bytes = noise.pick(&[0, 3 << 20, 1 << 30]);
-    Storage { dirs: vec![dir], resident_bytes, buffers: 1 + noise.below(3), ..Storage::default() }
+    let spill = noise.pick(&[Spill::State, Spill::All]);
+    Storage { dirs: vec![dir], resident_bytes, buffers: 1 + noise.below(3), spill, ..Storage::default() }
 }
 
 /// A cluster whose shards move, beside one server that keeps them.
@@ -61,7 +66,7 @@ impl Moving {
         let spec = random_spec(&mut noise);
         let first = weights(&spec, seed);
         let alone = Cluster::started(&spec, 1, &first);
-        let home = (spec.max_delay == 0 && noise.one_in(2)).then(|| TempDir::new().unwrap());
+        let home = noise.one_in(2).then(|| TempDir::new().unwrap());
         let spec = JobSpec { tier: if home.is_some() { TierKind::Nvme } else { TierKind::Memory }, ..spec };
         let servers = 1 + noise.below(2);
         let storage = storage(&mut noise, home.as_ref(), 0);
@@ -131,15 +136,24 @@ impl Moving {
         }
     }
 
-    /// Starts a server's process again, which may have lost the newest version.
-    fn restart(&mut self, commit: &Commit) {
-        let server = self.noise.below(self.moved.jobs.len());
-        self.moved.restart(server);
-        let version = self.moved.jobs[server].progress().version;
-        assert!(version.0 + 1 >= commit.step.0, "{version} before {}", commit.step);
-        if version < commit.step.version() {
-            let flats = self.flats(commit.step.0);
-            self.moved.push(commit.step.0, &flats);
+    /// Starts a server's process again, which may have lost the newest version. Or takes the last decision back on all
+    /// servers, and makes it again.
+    fn restart(&mut self, commit: &Commit, pushed: u64) {
+        let before = Version(commit.step.0 - 1);
+        let (server, count) = (self.noise.below(self.moved.jobs.len()), self.moved.jobs.len());
+        let (at_most, servers) =
+            if self.noise.one_in(4) { (Some(before), 0..count) } else { (None, server..server + 1) };
+        for server in servers.clone() {
+            self.moved.restart(server, at_most);
+        }
+        let version = |of: &Self, server: usize| of.moved.jobs[server].progress().version;
+        let behind: Vec<usize> = servers.filter(|&server| version(self, server) == before).collect();
+        let first = if behind.is_empty() { commit.step.0 + 1 } else { commit.step.0 };
+        for step in first..=pushed {
+            let flats = self.flats(step);
+            self.moved.push(step, &flats);
+        }
+        for server in behind {
             let incarnation = self.moved.incarnations[0];
             let (_, work) = self.moved.jobs[server].commit(incarnation, commit.clone()).unwrap();
             self.moved.works[server].extend(work);
@@ -176,6 +190,7 @@ impl Moving {
     fn run(mut self) -> Result<(), TestCaseError> {
         let delay = u64::from(self.moved.spec.max_delay);
         let (mut pushed, mut is_behind) = (0, false);
+        let skips_often = self.noise.one_in(3);
         for step in 1..=STEPS {
             let ahead = if is_behind { 0 } else { delay.min(self.noise.below(2) as u64) };
             while pushed < step + ahead {
@@ -183,24 +198,33 @@ impl Moving {
                 self.push(pushed);
             }
             let mut commit = commit(&self.moved.spec, step);
-            commit.skip = self.noise.one_in(6);
+            commit.skip = self.noise.one_in(if skips_often { 2 } else { 6 });
+            if delay == 1 && self.noise.one_in(2) {
+                commit.correction =
+                    Correction::LookAhead(commit.groups.iter().map(|hyper| hyper.lr / 2.0).collect());
+            }
             self.alone.commit(&commit).unwrap();
             commit.placement = self.change(step);
             self.moved.commit(&commit).unwrap();
             self.alone.work();
             self.act();
             while self.home.is_some() && self.noise.one_in(3) {
-                self.restart(&commit);
+                self.restart(&commit, pushed);
                 self.act();
             }
             // Ranks read version t of every shard before they push step t + 1 + delay.
-            is_behind = delay == 1 && !is_behind && step < STEPS && self.noise.one_in(2);
+            is_behind =
+                delay == 1 && self.home.is_none() && !is_behind && step < STEPS && self.noise.one_in(2);
             if is_behind {
                 continue;
             }
             self.finish();
             self.settle();
             self.check_images(step)?;
+            if delay == 1 && step > 1 {
+                // A rank that joins now pulls the version before too.
+                self.check_images(step - 1)?;
+            }
             if self.noise.one_in(4) {
                 prop_assert_eq!(self.moved.hash(), self.alone.hash(), "at version {}", step);
             }

@@ -104,7 +104,9 @@ impl JobHandle {
             if awaited.is_empty() || self.is_closed() || self.job.protocol.check_alive().is_err() {
                 return;
             }
-            let first = &awaited[..awaited.len().min(AT_ONCE)];
+            // A shard of a later version may have to wait for one of this version.
+            let count = awaited.iter().take_while(|of| of.version == awaited[0].version).count();
+            let first = &awaited[..count.min(AT_ONCE)];
             for shard in first {
                 if !channels.contains_key(&shard.address) {
                     match self.channel(&shard.address, tls_dir).await {
@@ -168,6 +170,9 @@ impl JobHandle {
                 held_since.get_or_insert_with(Instant::now);
             }
         }
+        let deadline = Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS);
+        let late = || self.late("fetch", format!("{} of {}", awaited.version, awaited.shard));
+        self.until(deadline, || self.job.check_fetched(awaited), late).await?;
         let (job, of) = (Arc::clone(&self.job), awaited.clone());
         let works = blocking(move || job.fetched(&of)).await?;
         let mut fetched = self.fetching.lock();

@@ -28,7 +28,7 @@ use longshore_engine::{
     job::{Compute, Job, check_may_move},
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
-use longshore_proto::{Epoch, Fault, FaultKind, JobName, JobSpec, Placement, ServerId, fault::DELETED};
+use longshore_proto::{Epoch, Fault, FaultKind, JobName, Placement, ServerId, fault::DELETED};
 
 use self::turns::Turn;
 pub(crate) use self::{
@@ -304,11 +304,6 @@ impl Jobs {
         self.lock().keys().map(JobName::to_string).collect()
     }
 
-    /// Refuses a job whose shards cannot move to or from this server while its ranks train.
-    pub(crate) fn check_may_move(&self, spec: &JobSpec) -> Result<(), Fault> {
-        check_may_move(spec, &self.storage)
-    }
-
     /// Returns the job of this name, created if absent. Waits while another call opens it. True: created.
     /// `is_new`: the server is no part of the job yet, so that a job which owns no shard here begins anew.
     pub(crate) async fn open(
@@ -317,7 +312,7 @@ impl Jobs {
         is_new: bool,
     ) -> Result<(bool, Arc<JobHandle>), Fault> {
         if wanted.placement.epoch > Epoch(1) {
-            self.check_may_move(&wanted.spec)?;
+            check_may_move(&wanted.spec)?;
         }
         let turn = self.turns.take(&wanted.spec.name).await?;
         blocking(move || self.open_now(wanted, is_new, &turn)).await
@@ -379,7 +374,7 @@ impl Jobs {
     fn way_to(&self, wanted: &Placement, job: &Job, differs: Fault) -> Fault {
         let placement = job.placement();
         let [ours, theirs] = [&placement, wanted].map(|of| of.addresses().collect::<Vec<_>>().join(","));
-        if wanted.servers.len() == placement.servers.len() || self.check_may_move(job.spec()).is_err() {
+        if wanted.servers.len() == placement.servers.len() || check_may_move(job.spec()).is_err() {
             return differs;
         }
         let name = &job.spec().name;

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant, UNIX_EPOCH},
 };
 
-use longshore_engine::checkpoint::Store;
+use longshore_engine::{checkpoint::Store, job::check_may_move};
 use longshore_proto::{
     Fault, FaultKind, Incarnation, Version,
     limits::{DEFAULT_DEADLINE_MS, MAX_SERVERS},
@@ -204,7 +204,7 @@ impl Services {
     /// Returns the shards that this server has room for, if the request asks for no more.
     fn scale_job(&self, request: v1::ScaleRequest) -> Result<Vec<u32>, Fault> {
         let handle = self.jobs.get(&request.job)?;
-        self.jobs.check_may_move(handle.job.spec())?;
+        check_may_move(handle.job.spec())?;
         let servers = request.servers;
         let is_named =
             |(index, address): (usize, &String)| !address.is_empty() && !servers[..index].contains(address);

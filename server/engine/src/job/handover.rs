@@ -14,6 +14,7 @@ use crate::{
     admission::Need,
     ids::OwnedShard,
     lock,
+    memory::Region,
     record::{Joined, Record},
     step::{Awaited, Work},
     tier::{Storage, hands_over},
@@ -123,6 +124,10 @@ impl Job {
     /// The memory of one shard.
     fn bytes_of(&self, owned: OwnedShard) -> Need {
         let share = &self.share;
+        if self.images.are_spilled() {
+            // All shards share what images and gradients take in DRAM.
+            return Need::default();
+        }
         let need = Need::of(&share.spec, &share.layout, &[share.shard(owned)], &Storage::default());
         // A durable tier keeps its buffers and its place on the drives.
         let state = if self.tier.durable.is_some() { 0 } else { need.state };
@@ -193,9 +198,8 @@ impl Job {
         }
         self.spare_snapshots(owned, awaited.version);
         if array == IMAGE {
-            let mut image = self.images.to_make(owned, awaited.version);
-            image.overwrite().bytes_mut()[place].copy_from_slice(bytes);
-            return Ok(());
+            let copy = |image: &mut Region| image.bytes_mut()[place].copy_from_slice(bytes);
+            return self.images.receive(owned, awaited.version, copy);
         }
         self.tier.state.load(owned, &mut |state| {
             state.arrays.into_iter().nth(array as usize).into_iter().for_each(|array| {
@@ -209,15 +213,24 @@ impl Job {
         self.snapshots.take_before(self, owned, version.next_step());
     }
 
+    /// Returns Some once [`Job::fetched`] may be called. Where the tier stores images, this server has made the
+    /// version of its own shards by then: the drives have a place for the version's images from there on.
+    pub fn check_fetched(&self, awaited: &Awaited) -> Result<Option<()>, Fault> {
+        self.protocol.check_alive()?;
+        let (machine, version) = (self.protocol.machine(), awaited.version);
+        let is_made = machine.version() >= version && machine.is_made(Step(version.0));
+        Ok((self.tier.images.is_none() || is_made).then_some(()))
+    }
+
     /// All bytes of an awaited shard are written. Returns the updates that waited for it.
     pub fn fetched(&self, awaited: &Awaited) -> Result<Vec<Work>, Fault> {
         self.protocol.check_alive()?;
-        let owned = self.protocol.machine().owned_index(awaited.shard)?;
+        let (owned, version) = (self.protocol.machine().owned_index(awaited.shard)?, awaited.version);
         if !self.share.is_frozen(owned) {
-            match self.share.spec.max_delay {
-                0 => self.make_image(owned, awaited.version)?,
-                _ => self.images.to_make(owned, awaited.version).set(Some(awaited.version)),
+            if self.share.spec.max_delay == 0 {
+                self.images.receive(owned, version, |image| self.round_master(owned, image))??;
             }
+            self.images.received(owned, version)?;
         }
         let works = self.protocol.machine().fetched(owned);
         self.protocol.notify();
@@ -230,15 +243,13 @@ impl Job {
     }
 }
 
-/// Refuses a job whose shards cannot move to a server with this storage while its ranks train.
-pub fn check_may_move(spec: &JobSpec, storage: &Storage) -> Result<(), Fault> {
-    if hands_over(spec, storage) {
+/// Refuses a job whose shards cannot move while its ranks train.
+pub fn check_may_move(spec: &JobSpec) -> Result<(), Fault> {
+    if hands_over(spec) {
         return Ok(());
     }
-    let value = format!("{}, delay {}", spec.tier, spec.max_delay);
-    let limit = "memory; or nvme without a delay, on servers that spill state alone";
     let remedy = "take the job to other servers with `longshore checkpoint` and --resume";
-    Err(Fault::new(FaultKind::Precondition, "spec.tier", value, limit, remedy))
+    Err(Fault::new(FaultKind::Precondition, "spec.tier", spec.tier, "memory or nvme", remedy))
 }
 
 fn lost(shard: ShardId, version: Version) -> Fault {

@@ -12,6 +12,7 @@ use crate::{
     ids::{OwnedShard, OwnedShards},
     kernels::cast,
     lock,
+    memory::Region,
     record::Record,
     step::{Phase, Refusal, Restoring},
     tier::{Interrupted, StateMut},
@@ -421,34 +422,37 @@ impl Job {
             return Ok(());
         }
         let mut image = self.images.to_make(owned, version);
-        let region = image.overwrite();
+        self.round_master(owned, image.overwrite())?;
+        image.set(Some(version));
+        Ok(())
+    }
+
+    /// Writes a shard's master weights, rounded to the image dtype. `image` may be longer than the shard.
+    pub(super) fn round_master(&self, owned: OwnedShard, image: &mut Region) -> Result<(), Fault> {
         self.tier.state.read(owned, &mut |state| {
-            let images = image_blocks(region, self.share.spec.image_dtype, BLOCK);
+            let images = image_blocks(image, self.share.spec.image_dtype, BLOCK);
             let isa = self.compute.isa();
-            // An image's memory may be longer than the shard.
             let images = images.into_iter().take(state.blocks()).enumerate().collect();
             self.compute.blocks(images, |(block, image)| {
                 state.with_master(isa, block, |master| cast(isa, master, image));
             });
-        })?;
-        image.set(Some(version));
-        Ok(())
+        })
     }
 
     /// Goes on from a version that the tier has kept. Every block of it is read and compared.
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
         let version = record.version;
         for owned in self.share.all() {
-            let Some(here) = record.version_of(self.share.shard(owned), self.share.server) else { continue };
-            // No step reads the image of a shard that was handed over before.
-            let trained = !self.share.is_frozen(owned) && here == version;
+            let kept = record.versions_of(self.share.shard(owned), self.share.server);
+            let Some(kept) = kept else { continue };
+            let trained = !self.share.is_frozen(owned);
             if trained {
-                self.images.recover(owned, version)?;
+                self.images.recover(owned, version, &kept)?;
             }
             // The state is read even if the image was kept. A damaged block must be found while the server
             // can still take the version before.
             self.tier.state.read(owned, &mut |_| ())?;
-            if trained {
+            if trained && *kept.end() == version {
                 self.make_image(owned, version)?;
             }
         }

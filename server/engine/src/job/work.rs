@@ -145,7 +145,13 @@ impl Job {
                 Correction::None => scalars,
             }
         });
-        let fetched = run.iter().map(|&owned| self.gradients.fetch_gradient(owned, commit.step));
+        let next = self.gradients.are_spilled().then(|| {
+            let machine = self.protocol.machine();
+            let is_next = |&owned: &OwnedShard| owned > first && machine.owns(owned, commit.step);
+            share.trained().find(is_next)
+        });
+        let next = next.flatten();
+        let fetched = run.iter().map(|&owned| self.gradients.fetch_gradient(owned, next, commit.step));
         let fetched = fetched.collect::<Result<Vec<_>, _>>()?;
         let (gradients, slot, dtype) = (&self.gradients, share.slot(commit.step), share.spec.gradient_dtype);
         let lone: Vec<_> =

@@ -45,12 +45,10 @@ pub fn keeps_buffers(spec: &JobSpec) -> bool {
     }
 }
 
-/// Returns true if shards of the job move to this server while its ranks train. Images on drives have no place for a
-/// shard that arrives in a skipped step.
-pub fn hands_over(spec: &JobSpec, storage: &Storage) -> bool {
+/// Returns true if shards of the job move between servers while its ranks train.
+pub fn hands_over(spec: &JobSpec) -> bool {
     match spec.tier {
-        TierKind::Memory => true,
-        TierKind::Nvme => spec.max_delay == 0 && !storage.spills(spec),
+        TierKind::Memory | TierKind::Nvme => true,
         TierKind::Shm => false,
     }
 }

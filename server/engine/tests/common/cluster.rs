@@ -96,12 +96,7 @@ impl Cluster {
         let jobs = (0..servers).map(open).collect::<Result<Vec<_>, Fault>>()?;
         let works =
             jobs.iter().map(|job: &Arc<Job>| VecDeque::from(job.protocol.take_unfinished())).collect();
-        let arrivals = jobs.iter().map(|job: &Arc<Job>| {
-            let (sender, arrivals) = mpsc::channel();
-            job.gradients.on_arrival(Box::new(move || _ = sender.send(())));
-            Mutex::new(arrivals)
-        });
-        let arrivals = arrivals.collect();
+        let arrivals = jobs.iter().map(|job: &Arc<Job>| arrivals(job)).collect();
         let known = |rank: usize| jobs.iter().filter_map(|job| job.protocol.ranks()[rank].incarnation).max();
         let incarnations =
             (0..spec.world_size as usize).map(|rank| known(rank).unwrap_or_default()).collect();
@@ -338,10 +333,10 @@ impl Cluster {
         let record = Record::new(record.version, record.applied, record.last_commit);
         let ranks = vec![None; self.incarnations.len()];
         job.begin(self.incarnations[0], self.placement.clone(), record, &ranks).unwrap();
+        self.arrivals.push(arrivals(&job));
         self.jobs.push(Arc::new(job));
         self.storages.push(storage.clone());
         self.works.push(VecDeque::new());
-        self.arrivals.push(Mutex::new(mpsc::channel().1));
         address
     }
 
@@ -350,20 +345,25 @@ impl Cluster {
         Job::open(spec, placement, server, &budget, storage, Arc::clone(&self.compute), observer).unwrap()
     }
 
-    /// Opens the job again on a server whose process has ended.
-    pub(crate) fn restart(&mut self, server: usize) {
+    /// Opens the job again on a server whose process has ended, at this version at most.
+    pub(crate) fn restart(&mut self, server: usize, at_most: Option<Version>) {
         let job = self.jobs.remove(server);
         let (placement, number) = (job.opened_with().clone(), job.server());
         drop(Arc::into_inner(job).expect("the only user"));
-        let job = self.open_one(placement, number, &self.storages[server]);
+        let storage = Storage { at_most, ..self.storages[server].clone() };
+        let job = self.open_one(placement, number, &storage);
         self.works[server].clear();
+        self.arrivals[server] = arrivals(&job);
         self.jobs.insert(server, Arc::new(job));
     }
 
     /// Copies the first shard that a server awaits and another has ready. Returns false if there is none.
     pub(crate) fn fetch(&mut self, server: usize) -> bool {
         let source = |awaited: &Awaited| &self.jobs[awaited.source.0 as usize];
-        let is_ready = |it: &Awaited| source(it).check_fetch(it.shard, it.version).unwrap().is_some();
+        let is_ready = |it: &Awaited| {
+            let is_made = source(it).check_fetch(it.shard, it.version).unwrap().is_some();
+            is_made && self.jobs[server].check_fetched(it).unwrap().is_some()
+        };
         let Some(awaited) = self.jobs[server].awaited().into_iter().find(is_ready) else { return false };
         let (job, source) = (&self.jobs[server], source(&awaited));
         for (array, length) in (0..).zip(source.handed_bytes(awaited.shard).unwrap()) {
@@ -452,6 +452,13 @@ impl Cluster {
         let range = self.layout.shard_range(shard);
         &flat[range.start as usize * size..range.end as usize * size]
     }
+}
+
+/// Messages about chunks that reach the drives of a job.
+fn arrivals(job: &Job) -> Mutex<mpsc::Receiver<()>> {
+    let (sender, arrivals) = mpsc::channel();
+    job.gradients.on_arrival(Box::new(move || _ = sender.send(())));
+    Mutex::new(arrivals)
 }
 
 /// Uploads a chunk of the weights of a job that is filled with weights alone.

@@ -290,10 +290,12 @@ impl Gradients {
         )))
     }
 
-    /// Reads the gradient that a shard's update uses, if it is on the drives, and starts to read the next shard's.
+    /// Reads the gradient that a shard's update uses, if it is on the drives, and starts to read that of the `next`
+    /// update.
     pub(in crate::job) fn fetch_gradient(
         &self,
         owned: OwnedShard,
+        next: Option<OwnedShard>,
         step: Step,
     ) -> Result<Option<Region>, Fault> {
         let Some(spilled) = &self.spilled else { return Ok(None) };
@@ -307,9 +309,7 @@ impl Gradients {
             }
             None => self.read_ahead(spilled, owned, slot, scratch)?,
         };
-        let trained = |next: &OwnedShard| !self.share.contributors(*next).is_empty();
-        let after = (owned.index() + 1..self.share.owned.len()).map(OwnedShard);
-        if let Some(next) = after.into_iter().find(trained)
+        if let Some(next) = next
             && let Some(transfer) = self.read_ahead(spilled, next, slot, scratch)?
         {
             scratch.ahead = Some(Ahead { owned: next, step, transfer });

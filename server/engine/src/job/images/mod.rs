@@ -3,17 +3,19 @@
 mod image;
 
 use std::{
-    ops::Range,
-    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic::AtomicU64},
+    collections::{BTreeMap, btree_map::Entry},
+    ops::{Range, RangeInclusive},
+    sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic::AtomicU64},
 };
 
 use longshore_proto::{Fault, Step, Version};
 
 pub(super) use self::image::{Image, Window, image_blocks, window_need};
-use super::share::Share;
+use super::{open::exhausted, share::Share};
 use crate::{
     ids::OwnedShard,
-    memory::SharedFile,
+    lock,
+    memory::{Region, SharedFile, Slab},
     tier::{ImageAge, ImageStore, KeptMemory, KeptShard, Store, Tier},
 };
 
@@ -27,6 +29,8 @@ pub struct Images {
     window: Option<Window>,
     /// The file that holds all images, if other processes may be given it.
     shared: Option<SharedFile>,
+    /// Images from other servers that are not whole yet. Empty unless images live on drives.
+    arriving: Mutex<BTreeMap<OwnedShard, Region>>,
     /// Present where the tier stores images.
     stored: Option<Arc<dyn ImageStore>>,
     /// The state, of which a frozen shard's weights are a part.
@@ -45,7 +49,7 @@ impl Images {
     ) -> Images {
         let (stored, state) = (store.images.clone(), Arc::clone(&store.state));
         let (share, pulled_bytes) = (Arc::clone(share), AtomicU64::new(0));
-        Images { share, shards, window, shared, stored, state, pulled_bytes }
+        Images { share, shards, window, shared, arriving: Mutex::default(), stored, state, pulled_bytes }
     }
 
     /// Returns true if images live on drives, so that reading one may take a drive's time.
@@ -160,15 +164,55 @@ impl Images {
         Ok(())
     }
 
-    /// Reads both images of a recovered shard from the tier, as far as it has them.
-    pub(super) fn recover(&self, owned: OwnedShard, version: Version) -> Result<(), Fault> {
+    /// Reads both images of a recovered shard from the tier, as far as it has them. `kept` are the versions of the
+    /// shard that this server has had.
+    pub(super) fn recover(
+        &self,
+        owned: OwnedShard,
+        version: Version,
+        kept: &RangeInclusive<Version>,
+    ) -> Result<(), Fault> {
+        let Some(stored) = &self.stored else { return Ok(()) };
         for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
-            let mut image = self.to_make(owned, Version(version.0 + behind));
+            let of = version.0.checked_sub(behind).map(Version).filter(|of| kept.contains(of));
+            let Some(of) = of else { continue };
+            let mut image = self.to_make(owned, of);
             let place = &mut image.overwrite().bytes_mut()[..self.len(owned)];
-            let kept = self.stored.as_ref().map_or(Ok(false), |stored| stored.load(owned, age, place))?;
-            image.set(kept.then(|| Version(version.0 - behind)));
+            let is_stored = stored.load(owned, age, place)?;
+            image.set(is_stored.then_some(of));
         }
         Ok(())
+    }
+
+    /// Hands the memory for an image that comes from another server to `write`.
+    pub(super) fn receive<R>(
+        &self,
+        owned: OwnedShard,
+        version: Version,
+        write: impl FnOnce(&mut Region) -> R,
+    ) -> Result<R, Fault> {
+        if !self.are_spilled() {
+            return Ok(write(self.to_make(owned, version).overwrite()));
+        }
+        let mut arriving = lock(&self.arriving);
+        let image = match arriving.entry(owned) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let slab = Slab::allocate(self.len(owned)).map_err(exhausted)?;
+                entry.insert(slab.carve_here(&[self.len(owned)]).remove(0))
+            }
+        };
+        Ok(write(image))
+    }
+
+    /// Keeps a received image, whose version is the tier's current one.
+    pub(super) fn received(&self, owned: OwnedShard, version: Version) -> Result<(), Fault> {
+        let aside = lock(&self.arriving).remove(&owned);
+        if let (Some(image), Some(stored)) = (aside, &self.stored) {
+            return stored.store(owned, ImageAge::Current, image.bytes());
+        }
+        self.to_make(owned, version).set(Some(version));
+        self.store(owned, version)
     }
 
     /// Notes which of a shard's images in memory are valid after the tier has recovered them. The image of

@@ -118,7 +118,10 @@ impl VersionWriter {
         let written = self.pager.write_fetched(record, slots).and_then(|fetched| {
             self.pager.wait_for_writes()?;
             match skipped {
-                false => self.each_file(|file| self.write_tables(file, slots, first))?,
+                false => {
+                    self.each_file(|file| self.write_tables(file, slots, first))?;
+                    self.pager.tabled(record, slots, first);
+                }
                 true if fetched => self.each_file(|file| self.flush(file))?,
                 true => {}
             }

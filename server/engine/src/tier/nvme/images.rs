@@ -166,6 +166,7 @@ impl ImageStore for NvmeTier {
             state.slots.older_image.get_or_insert(next);
         }
         let Some((slot, part)) = self.image_place(owned, age) else { return Ok(()) };
+        self.pager.lacks_table(owned, slot as u8);
         let checksums = &self.pager.checksums[owned.index()];
         for (checksum, block) in checksums.images[slot].iter().zip(image.chunks(self.plan().image_block)) {
             checksum.store(crc64([block]), Ordering::Relaxed);

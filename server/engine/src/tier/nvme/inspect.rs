@@ -67,20 +67,28 @@ pub(super) fn check_version(
     let (slots, roots) = (stored.slots, stored.roots[file]);
     let files: &FilePlan = &plan.files[file];
     let mut check = Check { plan, files, disk, meta, report: &mut report };
+    let is_apart = |owned: OwnedShard| stored.apart.iter().any(|apart| apart.owned == owned.index());
     check.table(
         (files.state_table_at(slots.state), roots.state),
         &format!("slot {}", slots.state),
-        |check, owned, block| match stored.apart.iter().any(|apart| apart.owned == owned.index()) {
+        |check, owned, block| match is_apart(owned) {
             true => Ok(None),
             false => check.state_block(owned, slots.state, block).map(Some),
         },
     )?;
-    for Apart { owned, slot, checksums } in &stored.apart {
+    for Apart { owned, slot, checksums, images } in &stored.apart {
         let (owned, Some(slot)) = (OwnedShard(*owned), *slot) else { continue };
-        if files.owned.contains(&owned) {
+        if !files.owned.contains(&owned) {
+            continue;
+        }
+        for (block, &expected) in checksums.iter().enumerate() {
+            let found = check.state_block(owned, slot, block)?;
+            check.compare((owned, block), &format!("slot {slot}"), (found, expected));
+        }
+        for (slot, checksums) in images {
             for (block, &expected) in checksums.iter().enumerate() {
-                let found = check.state_block(owned, slot, block)?;
-                check.compare((owned, block), &format!("slot {slot}"), (found, expected));
+                let found = check.image_block(owned, *slot, block)?.unwrap_or_default();
+                check.compare((owned, block), &format!("image slot {slot}"), (found, expected));
             }
         }
     }
@@ -90,7 +98,10 @@ pub(super) fn check_version(
             check.table(
                 (files.image_table_at(slot), root),
                 &format!("image slot {slot}"),
-                |check, owned, block| check.image_block(owned, slot, block),
+                |check, owned, block| match is_apart(owned) {
+                    true => Ok(None),
+                    false => check.image_block(owned, slot, block),
+                },
             )?;
         }
     }

@@ -78,8 +78,10 @@ struct Entry {
     slot: u8,
     /// The shard was never loaded: its state is zeros, and nothing is on disk.
     blank: bool,
-    /// Its checksums belong to the table of its slot. False for a shard that was fetched and not updated since.
+    /// The table of its slot has its checksums. False for a shard that was fetched and not updated since.
     tabled: bool,
+    /// The slot of an image that was fetched: the slot's table does not have its checksums.
+    fetched_image: Option<u8>,
     /// Time of the last use; larger is later.
     used: u64,
 }
@@ -125,6 +127,7 @@ impl ShardPager {
                 slot: 0,
                 blank: true,
                 tabled: false,
+                fetched_image: None,
                 used: 0,
             }
         });
@@ -287,6 +290,7 @@ impl ShardPager {
             && (owned.index() + count - state.next.index()) % count < self.buffers;
         if held.dirty || self.resident[owned.index()] || soon {
             state.entries[owned.index()].blank &= !held.dirty;
+            state.entries[owned.index()].tabled &= !held.dirty;
             state.entries[owned.index()].holding = Holding::Ready(held);
         } else {
             state.entries[owned.index()].holding = Holding::Disk;
@@ -309,11 +313,18 @@ impl ShardPager {
         for entry in &mut state.entries {
             (entry.slot, entry.blank, entry.tabled) = (slots.state, false, true);
         }
-        for Apart { owned, slot, checksums } in apart {
+        for Apart { owned, slot, checksums, images } in apart {
             let Some(entry) = state.entries.get_mut(*owned) else { continue };
             (entry.slot, entry.blank, entry.tabled) = (slot.unwrap_or_default(), slot.is_none(), false);
-            let cells = self.checksums[*owned].state.iter().zip(checksums);
-            cells.for_each(|(cell, &checksum)| cell.store(checksum, Ordering::Relaxed));
+            // Only the older image can have been fetched where there are two.
+            entry.fetched_image = images.last().map(|(slot, _)| *slot);
+            let cells = &self.checksums[*owned];
+            let images =
+                images.iter().filter_map(|(slot, sums)| Some((cells.images.get(*slot as usize)?, sums)));
+            for (cells, checksums) in images.chain([(&cells.state, checksums)]) {
+                let cells = cells.iter().zip(checksums);
+                cells.for_each(|(cell, &checksum)| cell.store(checksum, Ordering::Relaxed));
+            }
         }
         let is_read = |owned: &OwnedShard| self.resident[owned.index()];
         for owned in OwnedShards::all(self.resident.len()).filter(is_read) {
@@ -454,7 +465,6 @@ impl ShardPager {
             parts.push(self.plan.image_part(owned, target.image));
         }
         self.submit_write(&mut state, owned, target.state, parts, held.region);
-        state.entries[owned.index()].tabled = true;
         self.read_ahead(&mut state);
         drop(state);
         self.changed.notify_all();
@@ -472,7 +482,6 @@ impl ShardPager {
             checksum.store(self.plan.checksum(owned, bytes, block), Ordering::Relaxed);
         }
         let slot = state.entries[owned.index()].slot;
-        state.entries[owned.index()].tabled = false;
         self.submit_write(state, owned, slot, vec![self.plan.state_part(owned, slot)], held.region);
     }
 
@@ -547,25 +556,27 @@ impl ShardPager {
                 return Err(internal(self.plan.shards[owned.index()].shard, "loaded before the start"));
             }
         }
-        self.wait_for_writes()?;
-        self.lock().entries.iter_mut().for_each(|entry| entry.tabled = !entry.blank);
-        Ok(())
+        self.wait_for_writes()
     }
 
     /// Starts writing the shards that were fetched since the last version, and that this version has unchanged. Returns
-    /// true if there are such.
+    /// true if the version has shards that no table covers.
     pub(super) fn write_fetched(self: &Arc<Self>, record: &Record, slots: Slots) -> Result<bool, Fault> {
+        let is_untabled = |state: &PagerState, owned: OwnedShard| {
+            let (entry, place) = (&state.entries[owned.index()], &self.plan.shards[owned.index()]);
+            let versions = record.versions_of(place.shard, self.server);
+            !entry.blank && !entry.tabled && versions.is_some_and(|of| *of.end() == record.version)
+        };
         let is_fetched = |state: &PagerState, owned: OwnedShard| {
             let (entry, place) = (&state.entries[owned.index()], &self.plan.shards[owned.index()]);
             let is_dirty = matches!(&entry.holding, Holding::Ready(held) if held.dirty);
-            !entry.blank
-                && (is_dirty || !entry.tabled && entry.slot != slots.state && !place.frozen)
-                && record.version_of(place.shard, self.server) == Some(record.version)
+            is_untabled(state, owned) && (is_dirty || entry.slot != slots.state && !place.frozen)
         };
         let all = OwnedShards::all(self.plan.shards.len());
-        let fetched: Vec<OwnedShard> = {
+        let (fetched, has_untabled): (Vec<OwnedShard>, bool) = {
             let state = self.lock();
-            all.filter(|&owned| is_fetched(&state, owned)).collect()
+            let fetched = all.clone().filter(|&owned| is_fetched(&state, owned)).collect();
+            (fetched, all.clone().any(|owned| is_untabled(&state, owned)))
         };
         for &owned in &fetched {
             let mut held = self.take(owned)?;
@@ -584,21 +595,50 @@ impl ShardPager {
             state.entries[owned.index()].slot = slots.state;
             self.write_dirty(&mut state, owned);
         }
-        Ok(!fetched.is_empty())
+        Ok(has_untabled)
     }
 
-    /// The shards of a version whose state lies elsewhere than in its slot, or on another server.
+    /// Notes that an image was written to a slot beside the updates.
+    pub(super) fn lacks_table(&self, owned: OwnedShard, image_slot: u8) {
+        self.lock().entries[owned.index()].fetched_image = Some(image_slot);
+    }
+
+    /// The tables of a version's slots are written: those of its state and of its image, and with `first` that of the
+    /// older image.
+    pub(super) fn tabled(&self, record: &Record, slots: Slots, first: bool) {
+        let mut state = self.lock();
+        for (entry, place) in state.entries.iter_mut().zip(&self.plan.shards) {
+            if entry.blank || record.versions_of(place.shard, self.server).is_none() {
+                continue;
+            }
+            entry.tabled |= place.frozen || entry.slot == slots.state;
+            entry.fetched_image.take_if(|slot| first || Some(*slot) != slots.older_image);
+        }
+    }
+
+    /// The shards of a version that its tables do not cover.
     pub(super) fn apart(&self, record: &Record, slots: Slots) -> Vec<Apart> {
         let state = self.lock();
-        let apart = |(index, entry): (usize, &Entry)| {
-            let place = &self.plan.shards[index];
-            let is_here = !entry.blank && record.version_of(place.shard, self.server).is_some();
-            if is_here && entry.tabled && (place.frozen || entry.slot == slots.state) {
+        let apart = |(owned, entry): (usize, &Entry)| {
+            let (place, cells) = (&self.plan.shards[owned], &self.checksums[owned]);
+            let kept = record.versions_of(place.shard, self.server).filter(|_| !entry.blank);
+            let Some(kept) = kept else {
+                return Some(Apart { owned, slot: None, checksums: Vec::new(), images: Vec::new() });
+            };
+            let is_stored = |(version, _): &(Version, u8)| place.image_bytes > 0 && kept.contains(version);
+            let mut images: Vec<u8> =
+                slots.images(record.version).filter(is_stored).map(|(_, slot)| slot).collect();
+            images.dedup();
+            let is_made = *kept.end() == record.version && entry.slot == slots.state;
+            let is_fetched = |slot: &u8| entry.fetched_image == Some(*slot);
+            if entry.tabled && (place.frozen || is_made && !images.iter().any(is_fetched)) {
                 return None;
             }
-            let cells = self.checksums[index].state.iter().filter(|_| is_here);
-            let checksums = cells.map(|cell| cell.load(Ordering::Relaxed)).collect();
-            Some(Apart { owned: index, slot: is_here.then_some(entry.slot), checksums })
+            let read =
+                |cells: &Vec<AtomicU64>| cells.iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
+            let images = images.into_iter().map(|slot| (slot, read(&cells.images[slot as usize])));
+            let images = images.collect();
+            Some(Apart { owned, slot: Some(entry.slot), checksums: read(&cells.state), images })
         };
         state.entries.iter().enumerate().filter_map(apart).collect()
     }
@@ -610,7 +650,7 @@ impl ShardPager {
             if matches!(entry.holding, Holding::Reading | Holding::Writing | Holding::Busy) {
                 return false;
             }
-            (entry.blank, entry.tabled) = (true, false);
+            (entry.blank, entry.tabled, entry.fetched_image) = (true, false, None);
             if !self.resident[owned.index()]
                 && let Holding::Ready(held) = mem::replace(&mut entry.holding, Holding::Disk)
             {

@@ -2,7 +2,7 @@
 //! of a version.
 
 use longshore_proto::{
-    JobSpec, Layout, ShardId,
+    JobSpec, Layout, ShardId, Version,
     limits::{BLOCK_ELEMENTS, MAX_DELAY},
 };
 
@@ -264,15 +264,18 @@ pub(super) struct Slots {
     pub(super) older_image: Option<u8>,
 }
 
-/// A shard whose state no table covers, since this server did not update it in the version's step.
+/// A shard that the tables of a version's slots do not cover, since this server did not make its state and both images.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Apart {
     /// Its index among the owned shards.
     pub(super) owned: usize,
-    /// The slot of its state. None: another server has the state.
+    /// The slot of its state. None: another server has the shard.
     pub(super) slot: Option<u8>,
-    /// By block.
+    /// Checksums of the state, by block.
     pub(super) checksums: Vec<u64>,
+    /// Slots of its images of this version and the one before, as far as they are here, and their checksums.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) images: Vec<(u8, Vec<u64>)>,
 }
 
 impl Slots {
@@ -282,6 +285,12 @@ impl Slots {
         let taken = |slot: u8| slot == self.image || Some(slot) == self.older_image;
         let image = (0..).find(|&slot| !taken(slot)).unwrap_or_default();
         Slots { state: (self.state + 1) % STATE_SLOTS, image, older_image: Some(self.image) }
+    }
+
+    /// Slots of the images that are kept with a version: its own, and that of the version before.
+    pub(super) fn images(&self, version: Version) -> impl Iterator<Item = (Version, u8)> {
+        let older = version.0.checked_sub(1).map(Version).zip(self.older_image);
+        [(version, self.image)].into_iter().chain(older)
     }
 
     /// The slots after a skipped step: the same state, and one image for both versions.
