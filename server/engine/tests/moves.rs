@@ -9,7 +9,7 @@ use longshore_engine::{
 };
 use longshore_proto::{
     Commit, Correction, Dtype, Epoch, Formats, JobSpec, MasterFormat, Partition, PlacementChange, ServerId,
-    ShardId, StateFormat, TierKind, Version,
+    ShardId, StateFormat, Step, TierKind, Version,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -56,8 +56,6 @@ struct Moving {
     home: Option<TempDir>,
     moved: Cluster,
     alone: Cluster,
-    /// By shard: the last step whose decision moved it.
-    moved_at: Vec<u64>,
 }
 
 impl Moving {
@@ -73,8 +71,7 @@ impl Moving {
         let mut moved = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), &storage).unwrap();
         (0..spec.world_size).for_each(|rank| moved.join(rank));
         moved.upload(&first);
-        let moved_at = vec![0; moved.layout.shards() as usize];
-        Moving { noise, home, moved, alone, moved_at }
+        Moving { noise, home, moved, alone }
     }
 
     /// Chooses a change of the placement for the decision on a step, and opens the server that it adds.
@@ -89,12 +86,12 @@ impl Moving {
             // On drives, servers of the first placement have room for their own shards alone.
             let is_new = |job: &Arc<Job>| self.home.is_none() || job.opened_with().epoch > Epoch(1);
             let first_new = self.moved.jobs.iter().position(is_new)?;
-            for shard in 0..self.moved_at.len() {
+            for shard in (0..self.moved.layout.shards()).map(ShardId) {
                 let to = ServerId((first_new + self.noise.below(self.moved.jobs.len() - first_new)) as u32);
-                let is_old = step > self.moved_at[shard] + 8;
-                if is_old && self.noise.one_in(3) && self.moved.placement.owner(ShardId(shard as u32)) != to {
-                    self.moved_at[shard] = step;
-                    change.moves.push((ShardId(shard as u32), to));
+                let change_of_one = PlacementChange { moves: vec![(shard, to)], ..change.clone() };
+                let may_move = self.moved.placement.check(&change_of_one, Step(step)).is_ok();
+                if may_move && self.noise.one_in(3) {
+                    change.moves.push((shard, to));
                 }
             }
         }
@@ -141,10 +138,10 @@ impl Moving {
     fn restart(&mut self, commit: &Commit, pushed: u64) {
         let before = Version(commit.step.0 - 1);
         let (server, count) = (self.noise.below(self.moved.jobs.len()), self.moved.jobs.len());
-        let (at_most, servers) =
-            if self.noise.one_in(4) { (Some(before), 0..count) } else { (None, server..server + 1) };
+        let steps_back = self.noise.one_in(4);
+        let servers = if steps_back { 0..count } else { server..server + 1 };
         for server in servers.clone() {
-            self.moved.restart(server, at_most);
+            self.moved.restart(server, before, steps_back);
         }
         let version = |of: &Self, server: usize| of.moved.jobs[server].progress().version;
         let behind: Vec<usize> = servers.filter(|&server| version(self, server) == before).collect();

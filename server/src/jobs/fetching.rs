@@ -12,7 +12,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use longshore_engine::step::Awaited;
+use longshore_engine::{job::IMAGE, step::Awaited};
 use longshore_proto::{
     Fault, FaultKind,
     checksum::crc32,
@@ -164,15 +164,16 @@ impl JobHandle {
                 let value = format!("{:08x} of {}", part.crc32, awaited.shard);
                 return Err(Fault::new(FaultKind::Corrupt, "fetch.crc32", value, "the payload's", remedy));
             }
+            if part.array == IMAGE {
+                self.until_image(awaited).await?;
+            }
             self.job.write_fetched(awaited, part.array, part.offset as usize, &part.payload)?;
             missing = missing.saturating_sub(part.payload.len());
             if self.job.is_held() {
                 held_since.get_or_insert_with(Instant::now);
             }
         }
-        let deadline = Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS);
-        let late = || self.late("fetch", format!("{} of {}", awaited.version, awaited.shard));
-        self.until(deadline, || self.job.check_fetched(awaited), late).await?;
+        self.until_image(awaited).await?;
         let (job, of) = (Arc::clone(&self.job), awaited.clone());
         let works = blocking(move || job.fetched(&of)).await?;
         let mut fetched = self.fetching.lock();
@@ -185,6 +186,13 @@ impl JobHandle {
         tracing::debug!(job = %self.job.spec().name, shard = awaited.shard.0, version = awaited.version.0, "fetched");
         works.into_iter().for_each(|work| self.perform(Some(work)));
         Ok(())
+    }
+
+    /// Waits until the image of an awaited shard may be written.
+    async fn until_image(&self, awaited: &Awaited) -> Result<(), Fault> {
+        let deadline = Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS);
+        let late = || self.late("fetch", format!("{} of {}", awaited.version, awaited.shard));
+        self.until(deadline, || self.job.check_image(awaited), late).await
     }
 
     fn note_failure(&self, awaited: &Awaited, fault: Fault) {

@@ -9,12 +9,11 @@ use longshore_proto::{
     Epoch, Fault, FaultKind, Incarnation, JobSpec, Placement, Rank, ShardId, Step, Version,
 };
 
-use super::Job;
+use super::{Job, compute::BLOCK};
 use crate::{
     admission::Need,
     ids::OwnedShard,
     lock,
-    memory::Region,
     record::{Joined, Record},
     step::{Awaited, Work},
     tier::{Storage, hands_over},
@@ -191,15 +190,17 @@ impl Job {
         let owned = self.protocol.machine().owned_index(awaited.shard)?;
         let length = self.handed_bytes(awaited.shard)?.get(array as usize).copied().unwrap_or(0);
         let place = offset..offset.saturating_add(bytes.len());
-        if place.end > length {
+        let block = BLOCK * self.share.spec.image_dtype.bytes() as usize;
+        let is_cut = array == IMAGE && [offset, bytes.len()].iter().any(|at| !at.is_multiple_of(block));
+        if place.end > length || is_cut {
             let value = format!("bytes {place:?} of array {array} of {}", awaited.shard);
             let remedy = "use one version of Longshore on all servers of a job";
-            return Err(Fault::invalid("fetch.offset", value, format!("within its {length}"), remedy));
+            let limit = format!("within its {length}, and whole blocks of an image");
+            return Err(Fault::invalid("fetch.offset", value, limit, remedy));
         }
         self.spare_snapshots(owned, awaited.version);
         if array == IMAGE {
-            let copy = |image: &mut Region| image.bytes_mut()[place].copy_from_slice(bytes);
-            return self.images.receive(owned, awaited.version, copy);
+            return self.images.receive(owned, awaited.version, offset, bytes);
         }
         self.tier.state.load(owned, &mut |state| {
             state.arrays.into_iter().nth(array as usize).into_iter().for_each(|array| {
@@ -213,9 +214,9 @@ impl Job {
         self.snapshots.take_before(self, owned, version.next_step());
     }
 
-    /// Returns Some once [`Job::fetched`] may be called. Where the tier stores images, this server has made the
-    /// version of its own shards by then: the drives have a place for the version's images from there on.
-    pub fn check_fetched(&self, awaited: &Awaited) -> Result<Option<()>, Fault> {
+    /// Returns Some once the image of an awaited shard may be written, and [`Job::fetched`] called. Where the tier stores
+    /// images, this server has made the version of its own shards by then: its images have a place on the drives.
+    pub fn check_image(&self, awaited: &Awaited) -> Result<Option<()>, Fault> {
         self.protocol.check_alive()?;
         let (machine, version) = (self.protocol.machine(), awaited.version);
         let is_made = machine.version() >= version && machine.is_made(Step(version.0));
@@ -226,11 +227,14 @@ impl Job {
     pub fn fetched(&self, awaited: &Awaited) -> Result<Vec<Work>, Fault> {
         self.protocol.check_alive()?;
         let (owned, version) = (self.protocol.machine().owned_index(awaited.shard)?, awaited.version);
-        if !self.share.is_frozen(owned) {
-            if self.share.spec.max_delay == 0 {
-                self.images.receive(owned, version, |image| self.round_master(owned, image))??;
+        let is_exact = self.share.spec.max_delay == 0;
+        // A spilled image that was sent lies on the drives by now.
+        if !self.share.is_frozen(owned) && (is_exact || !self.images.are_spilled()) {
+            let mut image = self.images.to_make(owned, version);
+            if is_exact {
+                self.round_master(owned, image.overwrite())?;
             }
-            self.images.received(owned, version)?;
+            self.images.keep(version, image)?;
         }
         let works = self.protocol.machine().fetched(owned);
         self.protocol.notify();

@@ -115,7 +115,7 @@ pub fn inspect(folder: &Path) -> Result<Report, Fault> {
     })
 }
 
-pub(super) fn exhausted(error: AllocationError) -> Fault {
+fn exhausted(error: AllocationError) -> Fault {
     Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
 }
 

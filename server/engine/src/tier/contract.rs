@@ -242,8 +242,8 @@ pub enum ImageAge {
 /// A tier gives this if it stores images beside the state. Updates store them with the state. These calls store, read
 /// and forget images outside of updates.
 pub trait ImageStore: Send + Sync {
-    /// Keeps an image of a shard that was loaded.
-    fn store(&self, owned: OwnedShard, age: ImageAge, image: &[u8]) -> Result<(), Fault>;
+    /// Keeps blocks of an image of a shard that was loaded or fetched. The first one starts at byte `start`.
+    fn store(&self, owned: OwnedShard, age: ImageAge, start: usize, blocks: &[u8]) -> Result<(), Fault>;
 
     /// Reads a recovered shard's image. Returns false if it is not kept.
     fn load(&self, owned: OwnedShard, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault>;

@@ -9,7 +9,7 @@ use std::{
 
 use longshore_engine::{
     admission::Budget,
-    job::{Compute, Exported, Job, Lent, Piece, UploadChunk},
+    job::{Compute, Exported, IMAGE, Job, Lent, Piece, UploadChunk, inspect},
     kernels::Isa,
     memory::Source,
     record::Record,
@@ -345,11 +345,19 @@ impl Cluster {
         Job::open(spec, placement, server, &budget, storage, Arc::clone(&self.compute), observer).unwrap()
     }
 
-    /// Opens the job again on a server whose process has ended, at this version at most.
-    pub(crate) fn restart(&mut self, server: usize, at_most: Option<Version>) {
+    /// Opens the job again on a server whose process has ended, whose drives have version `before` or a later one. Opens it
+    /// at that version if the server `steps_back`.
+    pub(crate) fn restart(&mut self, server: usize, before: Version, steps_back: bool) {
         let job = self.jobs.remove(server);
         let (placement, number) = (job.opened_with().clone(), job.server());
         drop(Arc::into_inner(job).expect("the only user"));
+        for dir in &self.storages[server].dirs {
+            let folder = format!("{}/server-{}-of-{}", self.spec.name, number.0, placement.servers.len());
+            let versions = inspect(&dir.join(folder)).unwrap().versions;
+            let damaged = versions.iter().find(|of| of.version >= before && !of.damaged.is_empty());
+            assert!(damaged.is_none(), "{damaged:?}");
+        }
+        let at_most = steps_back.then_some(before);
         let storage = Storage { at_most, ..self.storages[server].clone() };
         let job = self.open_one(placement, number, &storage);
         self.works[server].clear();
@@ -362,13 +370,14 @@ impl Cluster {
         let source = |awaited: &Awaited| &self.jobs[awaited.source.0 as usize];
         let is_ready = |it: &Awaited| {
             let is_made = source(it).check_fetch(it.shard, it.version).unwrap().is_some();
-            is_made && self.jobs[server].check_fetched(it).unwrap().is_some()
+            is_made && self.jobs[server].check_image(it).unwrap().is_some()
         };
         let Some(awaited) = self.jobs[server].awaited().into_iter().find(is_ready) else { return false };
         let (job, source) = (&self.jobs[server], source(&awaited));
         for (array, length) in (0..).zip(source.handed_bytes(awaited.shard).unwrap()) {
-            for start in (0..length).step_by(100_000) {
-                let bytes = start..length.min(start + 100_000);
+            let piece = if array == IMAGE { 4 * BLOCK } else { 100_000 };
+            for start in (0..length).step_by(piece) {
+                let bytes = start..length.min(start + piece);
                 let bytes = source.read_handed(awaited.shard, awaited.version, array, bytes).unwrap();
                 job.write_fetched(&awaited, array, start, &bytes).unwrap();
             }

@@ -73,6 +73,10 @@ impl Image {
         sum
     }
 
+    pub(in crate::job) fn owned(&self) -> OwnedShard {
+        self.owned
+    }
+
     pub(in crate::job) fn version(&self) -> Option<Version> {
         self.version
     }
@@ -146,8 +150,8 @@ impl Size {
     }
 }
 
-/// Returns the DRAM that a job's images take if they live on drives. The window is part of it, two images that come
-/// from other servers, and in a delayed job the two that a checkpoint copies at a time.
+/// Returns the DRAM that a job's images take if they live on drives. The window is part of it, and in a
+/// delayed job the two images that a checkpoint copies at a time.
 pub(in crate::job) fn window_need(
     spec: &JobSpec,
     layout: &Layout,
@@ -155,7 +159,7 @@ pub(in crate::job) fn window_need(
     storage: &Storage,
 ) -> u64 {
     let Size { count, bytes } = Size::of(spec, layout, owned, storage);
-    let aside = if spec.max_delay > 0 { 4 } else { 2 };
+    let aside = if spec.max_delay > 0 { 2 } else { 0 };
     (count * size_of::<u64>() + (count + aside) * bytes) as u64
 }
 

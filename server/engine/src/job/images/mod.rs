@@ -3,19 +3,17 @@
 mod image;
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
     ops::{Range, RangeInclusive},
-    sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic::AtomicU64},
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic::AtomicU64},
 };
 
 use longshore_proto::{Fault, Step, Version};
 
 pub(super) use self::image::{Image, Window, image_blocks, window_need};
-use super::{open::exhausted, share::Share};
+use super::share::Share;
 use crate::{
     ids::OwnedShard,
-    lock,
-    memory::{Region, SharedFile, Slab},
+    memory::SharedFile,
     tier::{ImageAge, ImageStore, KeptMemory, KeptShard, Store, Tier},
 };
 
@@ -29,8 +27,6 @@ pub struct Images {
     window: Option<Window>,
     /// The file that holds all images, if other processes may be given it.
     shared: Option<SharedFile>,
-    /// Images from other servers that are not whole yet. Empty unless images live on drives.
-    arriving: Mutex<BTreeMap<OwnedShard, Region>>,
     /// Present where the tier stores images.
     stored: Option<Arc<dyn ImageStore>>,
     /// The state, of which a frozen shard's weights are a part.
@@ -49,7 +45,7 @@ impl Images {
     ) -> Images {
         let (stored, state) = (store.images.clone(), Arc::clone(&store.state));
         let (share, pulled_bytes) = (Arc::clone(share), AtomicU64::new(0));
-        Images { share, shards, window, shared, arriving: Mutex::default(), stored, state, pulled_bytes }
+        Images { share, shards, window, shared, stored, state, pulled_bytes }
     }
 
     /// Returns true if images live on drives, so that reading one may take a drive's time.
@@ -158,7 +154,7 @@ impl Images {
         for (age, behind) in [(ImageAge::Current, 0), (ImageAge::Older, 1)] {
             let image = version.0.checked_sub(behind).and_then(|kept| self.here(owned, Version(kept)));
             if let Some(image) = image {
-                stored.store(owned, age, &image.bytes()[..self.len(owned)])?;
+                stored.store(owned, age, 0, &image.bytes()[..self.len(owned)])?;
             }
         }
         Ok(())
@@ -184,35 +180,33 @@ impl Images {
         Ok(())
     }
 
-    /// Hands the memory for an image that comes from another server to `write`.
-    pub(super) fn receive<R>(
+    /// Takes bytes of a whole number of blocks of an image that comes from another server. Its version is the tier's
+    /// current one.
+    pub(super) fn receive(
         &self,
         owned: OwnedShard,
         version: Version,
-        write: impl FnOnce(&mut Region) -> R,
-    ) -> Result<R, Fault> {
-        if !self.are_spilled() {
-            return Ok(write(self.to_make(owned, version).overwrite()));
-        }
-        let mut arriving = lock(&self.arriving);
-        let image = match arriving.entry(owned) {
-            Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => {
-                let slab = Slab::allocate(self.len(owned)).map_err(exhausted)?;
-                entry.insert(slab.carve_here(&[self.len(owned)]).remove(0))
+        start: usize,
+        bytes: &[u8],
+    ) -> Result<(), Fault> {
+        match &self.stored {
+            Some(stored) if self.are_spilled() => stored.store(owned, ImageAge::Current, start, bytes),
+            _ => {
+                let mut image = self.to_make(owned, version);
+                image.overwrite().bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);
+                Ok(())
             }
-        };
-        Ok(write(image))
+        }
     }
 
-    /// Keeps a received image, whose version is the tier's current one.
-    pub(super) fn received(&self, owned: OwnedShard, version: Version) -> Result<(), Fault> {
-        let aside = lock(&self.arriving).remove(&owned);
-        if let (Some(image), Some(stored)) = (aside, &self.stored) {
-            return stored.store(owned, ImageAge::Current, image.bytes());
+    /// Keeps an image that is whole in DRAM. Its version is the tier's current one.
+    pub(super) fn keep(&self, version: Version, mut image: RwLockWriteGuard<'_, Image>) -> Result<(), Fault> {
+        if let Some(stored) = &self.stored {
+            let owned = image.owned();
+            stored.store(owned, ImageAge::Current, 0, &image.bytes()[..self.len(owned)])?;
         }
-        self.to_make(owned, version).set(Some(version));
-        self.store(owned, version)
+        image.set(Some(version));
+        Ok(())
     }
 
     /// Notes which of a shard's images in memory are valid after the tier has recovered them. The image of

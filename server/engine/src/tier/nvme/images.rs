@@ -158,7 +158,7 @@ impl NvmeTier {
 }
 
 impl ImageStore for NvmeTier {
-    fn store(&self, owned: OwnedShard, age: ImageAge, image: &[u8]) -> Result<(), Fault> {
+    fn store(&self, owned: OwnedShard, age: ImageAge, start: usize, blocks: &[u8]) -> Result<(), Fault> {
         if age == ImageAge::Older {
             // The first older image that is stored gets a slot: the one after the current image's.
             let mut state = self.pager.lock();
@@ -166,15 +166,16 @@ impl ImageStore for NvmeTier {
             state.slots.older_image.get_or_insert(next);
         }
         let Some((slot, part)) = self.image_place(owned, age) else { return Ok(()) };
+        let block_bytes = self.plan().image_block;
         self.pager.lacks_table(owned, slot as u8);
-        let checksums = &self.pager.checksums[owned.index()];
-        for (checksum, block) in checksums.images[slot].iter().zip(image.chunks(self.plan().image_block)) {
+        let checksums = &self.pager.checksums[owned.index()].images[slot][start / block_bytes..];
+        for (checksum, block) in checksums.iter().zip(blocks.chunks(block_bytes)) {
             checksum.store(crc64([block]), Ordering::Relaxed);
         }
-        let mut buffer = one_buffer(image.len().min(PART_BYTES))?;
-        for (index, piece) in image.chunks(PART_BYTES).enumerate() {
+        let mut buffer = one_buffer(blocks.len().min(PART_BYTES))?;
+        for (index, piece) in blocks.chunks(PART_BYTES).enumerate() {
             buffer.bytes_mut()[..piece.len()].copy_from_slice(piece);
-            let offset = part.offset + (index * PART_BYTES) as u64;
+            let offset = part.offset + (start + index * PART_BYTES) as u64;
             buffer = self.transfer_image(owned, Direction::Write, offset, piece.len(), buffer)?;
         }
         Ok(())

@@ -17,7 +17,7 @@ use super::{
         fault::{FIELD, corrupt, internal, io},
     },
     debts::Debts,
-    plan::{Apart, IMAGE_SLOTS, Slots, StorePlan},
+    plan::{Apart, IMAGE_SLOTS, STATE_SLOTS, Slots, StorePlan},
 };
 use crate::{
     ids::{OwnedShard, OwnedShards},
@@ -289,9 +289,13 @@ impl ShardPager {
         let soon = !self.plan.shards[owned.index()].frozen
             && (owned.index() + count - state.next.index()) % count < self.buffers;
         if held.dirty || self.resident[owned.index()] || soon {
-            state.entries[owned.index()].blank &= !held.dirty;
-            state.entries[owned.index()].tabled &= !held.dirty;
-            state.entries[owned.index()].holding = Holding::Ready(held);
+            let entry = &mut state.entries[owned.index()];
+            if held.dirty {
+                // The slot of a shard that returns may have its last state here, which a record still names.
+                entry.slot = (entry.slot + u8::from(entry.tabled)) % STATE_SLOTS;
+                (entry.blank, entry.tabled) = (false, false);
+            }
+            entry.holding = Holding::Ready(held);
         } else {
             state.entries[owned.index()].holding = Holding::Disk;
             state.free.push(held.region);

@@ -46,7 +46,7 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// the last durable version does not use. Then follow their tables, a flush of every file, the record twice
 /// in each file, and another flush. Until the record is there the last durable version is untouched: its
 /// slots, tables and record are other ones. A step that is skipped writes a record alone, naming the same
-/// slots. The record overwrites the record of two versions back, so that at any instant the last durable one
+/// slots, and with the checksums of shards that were fetched meanwhile ([`Apart`]). The record overwrites the record of two versions back, so that at any instant the last durable one
 /// is whole. The next step is not decided before that.
 ///
 /// Slots of one parity lie together, so that a step reads one sequential run and writes another.
