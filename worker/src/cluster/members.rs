@@ -140,18 +140,31 @@ impl Cluster {
     /// a step back may have taken a change back. The caller joins its servers before it sets the placement, since
     /// gradients go to owners at once.
     pub(crate) async fn newest_placement(&self) -> Option<Placement> {
-        let (peer, job) = (&self.peers[self.first()], self.job().as_str());
-        match self.placement().epoch {
-            Epoch(0 | 1) => changed_placement(peer, job).await,
-            _ => placement_of(peer, job).await,
+        let peer = [self.peers[self.first()].clone()];
+        let (job, ends) = (self.job().as_str(), self.patience());
+        if self.placement().epoch <= Epoch(1) {
+            return discover(job, &peer, ends).await.map(|(placement, _)| placement);
         }
+        let mut backoff = Backoff::new();
+        loop {
+            let found = placement_of(&peer[0], job).await;
+            if found.is_some() || !backoff.pause(ends.0).await {
+                return found;
+            }
+        }
+    }
+
+    /// The ends of waits that begin now: for a silent server, and for one that recovers the job.
+    fn patience(&self) -> (Instant, Instant) {
+        let now = Instant::now();
+        (now + self.options.deadline, now + self.options.slow_deadline)
     }
 
     /// Takes the placement of the farthest server, and connects with servers that are new. Returns false if there are none.
     /// The caller has opened no lanes yet.
     pub(crate) async fn meet_members(&self) -> Result<bool> {
         let peers: Vec<Peer> = self.servers().map(|server| self.peers[server].clone()).collect();
-        let found = discover(self.job().as_str(), &peers, (Instant::now(), Instant::now())).await;
+        let found = discover(self.job().as_str(), &peers, self.patience()).await;
         let Some((placement, _)) = found else { return Ok(false) };
         let new = self.not_joined(&placement);
         for (server, address) in &new {
@@ -206,24 +219,29 @@ pub(super) async fn discover(
     (end, recovered): (Instant, Instant),
 ) -> Option<(Placement, Vec<Option<ServerId>>)> {
     let mut backoff = Backoff::new();
-    let answers = loop {
-        let answers = join_all(peers.iter().map(|peer| async move { seen(peer, job).await })).await;
+    loop {
+        let answers = join_all(peers.iter().map(|peer| seen(peer, job))).await;
         let is_known = answers.iter().flatten().flatten().any(|seen| seen.changed);
         let end =
             if answers.iter().any(|answer| answer.as_ref().is_err_and(recovers)) { recovered } else { end };
-        if is_known || answers.iter().all(Result::is_ok) || !backoff.pause(end).await {
-            break answers.into_iter().map(|answer| answer.ok().flatten()).collect::<Vec<_>>();
+        if is_known || answers.iter().all(Result::is_ok) {
+            let answers: Vec<_> = answers.into_iter().map(|answer| answer.ok().flatten()).collect();
+            let farthest = (0..peers.len())
+                .filter(|&at| answers[at].is_some())
+                .max_by_key(|&at| answers[at].as_ref().map(|seen| (seen.version, seen.changed)))?;
+            answers[farthest].as_ref().filter(|seen| seen.changed)?;
+            // A lost answer does not say that the servers are the first ones.
+            if let Some(placement) = placement_of(&peers[farthest], job).await {
+                let is_member = |server: &ServerId| placement.members().any(|member| member == *server);
+                let number = |seen: Option<Seen>| seen.map(|seen| seen.server).filter(is_member);
+                let numbers = answers.into_iter().map(number).collect();
+                return (placement.epoch > Epoch(1)).then_some((placement, numbers));
+            }
         }
-    };
-    let farthest = (0..peers.len())
-        .filter(|&at| answers[at].is_some())
-        .max_by_key(|&at| answers[at].as_ref().map(|seen| (seen.version, seen.changed)))?;
-    answers[farthest].as_ref().filter(|seen| seen.changed)?;
-    let placement = changed_placement(&peers[farthest], job).await?;
-    let is_member = |server: &ServerId| placement.members().any(|member| member == *server);
-    let numbers = answers.into_iter().map(|seen| seen.map(|seen| seen.server).filter(is_member));
-    let numbers = numbers.collect();
-    Some((placement, numbers))
+        if !backoff.pause(end).await {
+            return None;
+        }
+    }
 }
 
 /// A server's word on a job.

@@ -141,8 +141,8 @@ pub(crate) async fn decide_on(cluster: &Cluster, server: ServerId, own: &OwnComm
             since = Instant::now();
         }
         // A rank that has joined again computes the step first, however long that takes.
-        let comes = error.fault.field == OWED && cluster.is_worth_waiting(since, &|_| true).await;
-        if !comes && cluster.waits.out_of_patience(since, deadline) {
+        let is_late = cluster.waits.out_of_patience(since, deadline);
+        if is_late && !(error.fault.field == OWED && cluster.is_worth_waiting(since, &|_| true).await) {
             return Err(Error::Call(error));
         }
         backoff.pause(Instant::now() + deadline).await;
