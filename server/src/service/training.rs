@@ -312,6 +312,11 @@ impl Services {
     async fn retire_job(&self, request: &v1::RetireRequest) -> Result<(), Fault> {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let handle = self.jobs.get(&request.job)?;
+        if handle.job.is_spare() && handle.job.progress().phase == Phase::Loading {
+            // The wish that it was opened for is withdrawn.
+            drop(handle);
+            return Arc::clone(&self.jobs).delete(&request.job, false).await;
+        }
         handle.job.protocol.check_rank(Rank(0), incarnation)?;
         let (server, placement) = (handle.job.server(), handle.job.placement());
         if placement.members().any(|member| member == server) {

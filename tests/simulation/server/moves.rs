@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use longshore_engine::{
     ids::OwnedShard,
     record::{Joined, Record},
-    step::Awaited,
+    step::{Awaited, Phase},
     tier::places,
 };
 use longshore_proto::{
@@ -149,6 +149,9 @@ impl Server {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let server = lock(&self.disk).server;
         self.with(|instance| {
+            if *instance.machine.phase() == Phase::Loading {
+                return Ok(());
+            }
             instance.machine.check_rank(Rank(0), incarnation)?;
             match instance.machine.placement().members().any(|member| member == server) {
                 true => Err(Fault::new(FaultKind::Precondition, "server", server, "left", "scale")),

@@ -51,6 +51,8 @@ pub(super) struct Moves {
     pub(super) reached: u64,
     preparing: Option<Task<Result<Plan>>>,
     plan: Option<Plan>,
+    /// Servers that were opened for an earlier wish, and take no part.
+    unused: Vec<Added>,
     looking: Option<Task<Vec<(ServerId, DescribeResponse)>>>,
     not_before: Instant,
     /// Why nothing moves. Empty: nothing is in the way.
@@ -108,6 +110,7 @@ impl Moves {
             reached: 0,
             preparing: None,
             plan: None,
+            unused: Vec::new(),
             looking: None,
             not_before: Instant::now(),
             obstacle: String::new(),
@@ -154,8 +157,8 @@ impl Moves {
     /// Begins to prepare the newest wish, once no earlier change is under way.
     fn take_wish(&mut self, step: Step) {
         let Wanted { servers, asked_micros } = self.wanted.borrow().clone();
-        if self.plan.as_ref().is_some_and(|plan| plan.asked < asked_micros) {
-            self.plan = None;
+        if let Some(replaced) = self.plan.take_if(|plan| plan.asked < asked_micros) {
+            self.unused.extend(replaced.added);
         }
         if let Some(ended) = self.preparing.as_mut().and_then(Task::ended) {
             self.preparing = None;
@@ -163,9 +166,9 @@ impl Moves {
                 Ok(Ok(plan)) if plan.asked == asked_micros => {
                     (self.plan, self.obstacle) = (Some(plan), String::new());
                 }
+                Ok(Ok(replaced)) => self.unused.extend(replaced.added),
                 Ok(Err(error)) => self.put_off(&error),
-                // A later wish has replaced that of the plan.
-                _ => {}
+                Err(_) => {}
             }
         }
         let placement = self.cluster.placement();
@@ -173,8 +176,13 @@ impl Moves {
         let is_free = self.plan.is_none() && self.preparing.is_none() && self.retiring.is_empty();
         let is_new = asked_micros > self.reached && is_free;
         if is_new && Instant::now() >= self.not_before && placement.is_settled(Version(step.0 - 1)) {
-            let preparing = prepare(Arc::clone(&self.cluster), placement, servers, asked_micros);
-            self.preparing = Some(self.cluster.runtime.spawn_joined(preparing));
+            let (cluster, incarnation) = (Arc::clone(&self.cluster), self.rank.incarnation().0);
+            let mut unused = std::mem::take(&mut self.unused);
+            unused.retain(|added| !servers.contains(&added.peer.address));
+            self.preparing = Some(self.cluster.runtime.spawn_joined(async move {
+                join_all(unused.iter().map(|added| give_up(&cluster, added, incarnation))).await;
+                prepare(cluster, placement, servers, asked_micros).await
+            }));
         }
     }
 
@@ -350,6 +358,15 @@ async fn prepare(
     let (from, moves) = (moves.len(), VecDeque::from(moves));
     tracing::info!(job = %cluster.job(), servers = ?wanted, shards = from, "moving to other servers");
     Ok(Plan { asked, wanted, added, moves, pace: Pace::new() })
+}
+
+/// Ends the job on a server that was opened for it and takes no part.
+async fn give_up(cluster: &Cluster, Added { peer, .. }: &Added, incarnation: u64) {
+    let request = RetireRequest { job: cluster.job().to_string(), incarnation };
+    let retired = async { peer.training().retire(request).await };
+    if let Err(error) = ask(cluster, peer, "Retire", cluster.options.deadline, retired).await {
+        tracing::info!(server = peer.address, %error, "gives the job up by itself, in ten minutes");
+    }
 }
 
 fn without_room(shard: ShardId) -> Fault {
