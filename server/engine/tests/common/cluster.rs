@@ -17,8 +17,8 @@ use longshore_engine::{
     tier::Storage,
 };
 use longshore_proto::{
-    ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, Incarnation, JobSpec, Layout, LeftOut,
-    MicroStep, Placement, Rank, ServerId, ShardId, Slice, StateArray, Step, Version,
+    ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, FaultKind, Incarnation, JobSpec, Layout,
+    LeftOut, MicroStep, Placement, Rank, ServerId, ShardId, Slice, StateArray, Step, Version,
     checksum::{crc32, state_hash},
 };
 
@@ -353,8 +353,17 @@ impl Cluster {
         drop(Arc::into_inner(job).expect("the only user"));
         for dir in &self.storages[server].dirs {
             let folder = format!("{}/server-{}-of-{}", self.spec.name, number.0, placement.servers.len());
-            let versions = inspect(&dir.join(folder)).unwrap().versions;
-            let damaged = versions.iter().find(|of| of.version >= before && !of.damaged.is_empty());
+            let deadline = soon();
+            let report = loop {
+                // A process that another test forks has the lock too, until it begins its program.
+                match inspect(&dir.join(&folder)) {
+                    Err(fault) if fault.kind == FaultKind::Conflict && Instant::now() < deadline => {
+                        std::thread::yield_now();
+                    }
+                    report => break report.unwrap(),
+                }
+            };
+            let damaged = report.versions.iter().find(|of| of.version >= before && !of.damaged.is_empty());
             assert!(damaged.is_none(), "{damaged:?}");
         }
         let at_most = steps_back.then_some(before);
