@@ -106,7 +106,7 @@ fn a_server_is_cleared_of_all_jobs_that_may_leave_it() {
     );
     eventually("the end of both jobs on that server", || status(&addresses[1..2]).is_empty().then_some(()));
     assert!(clear(&addresses[1], &[]).stdout.contains("no job is on"));
-    // One server takes another's place in every job.
+    // Another server takes its place in every job.
     let replaced = clear(&addresses[0], &[&["--add", &addresses[2]], &more[..]].concat());
     assert!(replaced.code == 0 && replaced.stdout.contains("two is on"), "{replaced:?}");
     let mut fixed = train.clone().args(["--job", "fixed", "--tier", "shm"]).servers(&addresses[1..]).start();
@@ -178,7 +178,7 @@ fn a_dry_run_moves_nothing() {
         job_status(&server::addresses(&servers[..1])).servers.len() == 1
             && status(&server::addresses(&servers[1..])).is_empty()
     );
-    // What a server takes is what was said.
+    // The memory that a server takes is that of the plan.
     let done = scale(&servers[..1], &[&servers[0], roomy], &["--wait"]);
     assert_eq!(done.code, 0, "{done:?}");
     let page = http::json(&http::address(&servers[0]), "/status.json");

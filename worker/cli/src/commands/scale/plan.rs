@@ -1,4 +1,4 @@
-//! What a wish moves, computed as rank 0 does, and the memory that it takes of each server.
+//! The moves of a wish, computed as rank 0 does, and the memory that they take of each server.
 
 use std::collections::{BTreeMap, BTreeSet};
 
