@@ -88,7 +88,13 @@ impl JobHandle {
         }
         let (handle, tls_dir) = (Arc::clone(self), tls_dir.map(Path::to_path_buf));
         tokio::spawn(async move {
-            handle.fetch_all(tls_dir.as_deref()).await;
+            let mut closing = handle.closing();
+            tokio::select! {
+                biased;
+                // A step back waits for the job's users, and a fetch may wait for a server that steps back too.
+                _ = closing.wait_for(Option::is_some) => {}
+                () = handle.fetch_all(tls_dir.as_deref()) => {}
+            }
             handle.fetching.is_running.store(false, Ordering::Release);
             // A decision may have brought shards since the last look.
             if !handle.is_closed() && handle.job.protocol.check_alive().is_ok() {
@@ -101,7 +107,7 @@ impl JobHandle {
         let (mut channels, mut pause) = (BTreeMap::new(), PAUSE);
         loop {
             let awaited = self.job.awaited();
-            if awaited.is_empty() || self.is_closed() || self.job.protocol.check_alive().is_err() {
+            if awaited.is_empty() || self.job.protocol.check_alive().is_err() {
                 return;
             }
             // A shard of a later version may have to wait for one of this version.
