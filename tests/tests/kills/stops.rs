@@ -13,8 +13,8 @@ use longshore_tests::{
 use super::{Bed, in_runs};
 
 const STOPS_A_RUN: u64 = 10;
-/// The time that a replaced process has to notice.
-const NOTICE: Duration = Duration::from_secs(45);
+/// The time that a replaced process has to notice: less than the deadline of its waits, 30 s.
+const NOTICE: Duration = Duration::from_secs(25);
 /// Bytes a second of a slow network: a chunk of 128 KiB takes 32 s.
 const RATE: u64 = 4 << 10;
 
@@ -59,7 +59,7 @@ fn survives(tier: &str, job: &[&str], stops: u64) {
             if is_slow {
                 ranks[0].running.until_steps(2);
                 assert!(
-                    begun.elapsed() < NOTICE / 2,
+                    begun.elapsed() < NOTICE,
                     "the successor waited {:?} for a chunk",
                     begun.elapsed()
                 );

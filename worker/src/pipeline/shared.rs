@@ -55,12 +55,13 @@ impl Board {
         self.scales.borrow().keys().next_back().copied().unwrap_or_default()
     }
 
-    /// Returns the loss scale of `version` once it is decided.
+    /// Returns the loss scale of `version` once it is decided; that of the next kept one, if `version` is too old to be
+    /// kept. Steps were then made without this process: a successor has its rank, and servers refuse its gradients.
     pub(super) async fn known(&self, version: Version) -> f64 {
         let mut scales = self.scales.subscribe();
         // The sender is `self`, so this wait ends only with the version on the board.
-        let scales = scales.wait_for(|scales| scales.contains_key(&version)).await;
-        scales.ok().and_then(|scales| scales.get(&version).copied()).unwrap_or(1.0)
+        let scales = scales.wait_for(|scales| scales.range(version..).next().is_some()).await;
+        scales.ok().and_then(|scales| scales.range(version..).next().map(|(_, &scale)| scale)).unwrap_or(1.0)
     }
 
     /// Waits until `version` is decided, also while the job is paused. Returns its loss scale.
@@ -74,5 +75,19 @@ impl Board {
                 Err(cluster.late("the decision that makes a version", version, waited).await)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_version_that_is_no_longer_kept_is_known() {
+        let board = Board::new([(Version(7), 1.0)]);
+        (8..8 + 2 * KEPT).for_each(|version| board.post(Version(version), version as f64));
+        assert_eq!(board.scale(Version(8)), None);
+        assert_eq!(board.known(Version(8)).await, (8 + KEPT) as f64);
+        assert_eq!(board.known(board.newest()).await, (7 + 2 * KEPT) as f64);
     }
 }
