@@ -19,6 +19,14 @@ pub struct Placement {
     /// Changes of owners that a step in flight may still ask about, oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub handovers: Vec<Handover>,
+    /// The job's clock minus the clock of its first member, in ms. Processes of a rank are ordered by the job's clock,
+    /// which is that of the very first server.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub clock_ahead_ms: i64,
+}
+
+fn is_zero(value: &i64) -> bool {
+    *value == 0
 }
 
 /// A shard's change of owner.
@@ -42,6 +50,9 @@ pub struct PlacementChange {
     pub removed: Vec<ServerId>,
     /// The placement's epoch after the change: one more than before.
     pub epoch: Epoch,
+    /// Added to the placement's, where the first member leaves: its clock minus that of the next one.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub clock_ahead_ms: i64,
 }
 
 /// Number of steps behind the newest version for which the owner of a shard is still known. Pulls ask for the
@@ -54,7 +65,7 @@ impl Placement {
     pub fn striped(servers: Vec<String>, shards: u32) -> Placement {
         let count = servers.len() as u32;
         let owners = (0..shards).map(|shard| ServerId(shard % count)).collect();
-        Placement { epoch: Epoch(1), servers, owners, handovers: Vec::new() }
+        Placement { epoch: Epoch(1), servers, owners, ..Placement::default() }
     }
 
     /// The newest owner of a shard.
@@ -105,6 +116,7 @@ impl Placement {
         }
         let from_step = Placement::from_step(step, max_delay);
         self.epoch = change.epoch;
+        self.clock_ahead_ms = self.clock_ahead_ms.saturating_add(change.clock_ahead_ms);
         self.servers.extend(change.added.iter().cloned());
         self.handovers.retain(|handover| handover.from_step.0 + STEPS_KNOWN > step.0);
         for &(shard, to) in &change.moves {
@@ -290,11 +302,13 @@ mod tests {
         assert_eq!(placement.check(&again, Step(12)), Ok(()));
         placement.apply(&again, Step(12), 1);
         assert_eq!((owner(&placement, 13), owner(&placement, 14)), (ServerId(2), ServerId(0)));
-        let (removed, epoch) = (vec![ServerId(2)], Epoch(4));
-        let leave = PlacementChange { removed, epoch, ..PlacementChange::default() };
+        let (removed, epoch, clock_ahead_ms) = (vec![ServerId(2)], Epoch(4), -5);
+        let leave = PlacementChange { removed, epoch, clock_ahead_ms, ..PlacementChange::default() };
         assert!(placement.check(&leave, Step(16)).is_err());
         assert_eq!(placement.check(&leave, Step(17)), Ok(()));
         placement.apply(&leave, Step(17), 1);
+        placement.apply(&leave, Step(17), 1);
         assert_eq!(placement.members().collect::<Vec<_>>(), [ServerId(0), ServerId(1)]);
+        assert_eq!(placement.clock_ahead_ms, -5);
     }
 }

@@ -195,6 +195,7 @@ impl Wire for Placement {
             servers: placement.servers,
             owners: placement.owners.into_iter().map(ServerId).collect(),
             handovers: placement.handovers.into_iter().map(handover_from_wire).collect(),
+            clock_ahead_ms: placement.clock_ahead_ms,
         })
     }
 
@@ -204,6 +205,7 @@ impl Wire for Placement {
             servers: self.servers.clone(),
             owners: self.owners.iter().map(|owner| owner.0).collect(),
             handovers: self.handovers.iter().map(handover_to_wire).collect(),
+            clock_ahead_ms: self.clock_ahead_ms,
         }
     }
 }
@@ -228,6 +230,7 @@ impl Wire for PlacementChange {
             moves: change.moves.into_iter().map(|of| (ShardId(of.shard), ServerId(of.to))).collect(),
             removed: change.removed.into_iter().map(ServerId).collect(),
             epoch: Epoch(change.epoch),
+            clock_ahead_ms: change.clock_ahead_ms,
         })
     }
 
@@ -237,6 +240,7 @@ impl Wire for PlacementChange {
             moves: self.moves.iter().map(|&(shard, to)| v1::Move { shard: shard.0, to: to.0 }).collect(),
             removed: self.removed.iter().map(|server| server.0).collect(),
             epoch: self.epoch.0,
+            clock_ahead_ms: self.clock_ahead_ms,
         }
     }
 }

@@ -192,8 +192,8 @@ mod tests {
             rounding_seed: u64::MAX,
             ..Default::default()
         };
-        let placement =
-            Placement { epoch: 1, servers: vec!["here".into()], owners: vec![0, 1], handovers: vec![] };
+        let (servers, owners) = (vec!["here".into()], vec![0, 1]);
+        let placement = Placement { epoch: 1, servers, owners, ..Default::default() };
         let (spec, placement) = (Some(spec), Some(placement));
         OpenJobRequest { spec, placement, server: 1, protocol: PROTOCOL, ..Default::default() }
     }

@@ -163,10 +163,10 @@ impl Cluster {
         self.describe_for(server, false, (GLANCE, Duration::ZERO)).await
     }
 
-    /// Returns the first server's clock, in ms since 1970. None if the server does not say it within 2 s.
-    pub(crate) async fn clock(&self) -> Option<u64> {
+    /// Returns a server's clock, in ms since 1970. None if the server does not say it within 2 s.
+    pub(crate) async fn clock(&self, server: ServerId) -> Option<u64> {
         let ask = |peer: Peer| async move { peer.admin().list_jobs(ListJobsRequest {}).await };
-        let asked = self.call_for(self.first(), "ListJobs", None, (GLANCE, Duration::ZERO), ask).await;
+        let asked = self.call_for(server, "ListJobs", None, (GLANCE, Duration::ZERO), ask).await;
         asked.ok().map(|answer| answer.unix_micros / 1000).filter(|&now| now > 0)
     }
 

@@ -31,7 +31,7 @@ use crate::{
     error::{CallFailed, Result},
     host::{self, Instant},
     push::Gradients,
-    rank::RankState,
+    rank::{RankState, clock_ahead},
     session::admit_added,
 };
 
@@ -118,7 +118,8 @@ impl Moves {
         }
     }
 
-    /// Returns the change of the placement that comes with the decision on `step`. Returns at once unless servers join.
+    /// Returns the change of the placement that comes with the decision on `step`. Returns at once unless servers join,
+    /// or the first one leaves.
     pub(super) async fn change(&mut self, step: Step) -> Option<PlacementChange> {
         self.retire(step);
         self.take_wish(step);
@@ -223,7 +224,7 @@ impl Moves {
             return Ok(None);
         }
         if plan.moves.is_empty() {
-            return Ok(self.end(before));
+            return self.end(before).await;
         }
         for (server, answer) in seen.iter().filter(|(server, _)| destinations.contains(server)) {
             plan.pace.saw(*server, answer.scaling.as_ref().map_or(0.0, |scaling| scaling.held_seconds));
@@ -244,18 +245,24 @@ impl Moves {
     }
 
     /// Removes the servers that shall own nothing, once no step in flight asks for them.
-    fn end(&mut self, before: Version) -> Option<PlacementChange> {
-        let (plan, placement) = (self.plan.as_ref()?, self.cluster.placement());
+    async fn end(&mut self, before: Version) -> Result<Option<PlacementChange>> {
+        let (Some(plan), placement) = (&self.plan, self.cluster.placement()) else { return Ok(None) };
         if !placement.is_settled(before) {
-            return None;
+            return Ok(None);
         }
         let unwanted = |server: &ServerId| !plan.wanted.contains(&placement.servers[server.0 as usize]);
         let removed: Vec<ServerId> = placement.members().filter(unwanted).collect();
+        let next = placement.members().find(|server| !removed.contains(server));
+        let clock_ahead_ms = match (placement.members().next(), next) {
+            (Some(first), Some(next)) if first != next => clock_ahead(&self.cluster, first, next).await?,
+            _ => 0,
+        };
         self.reached = plan.asked;
         let (job, servers) = (self.cluster.job(), &plan.wanted);
         tracing::info!(%job, ?servers, "the job is on the servers that were asked for");
         (self.plan, self.looking) = (None, None);
-        (!removed.is_empty()).then(|| PlacementChange { removed, ..PlacementChange::default() })
+        let change = PlacementChange { removed, clock_ahead_ms, ..PlacementChange::default() };
+        Ok(Some(change).filter(|change| !change.removed.is_empty()))
     }
 
     /// Ends the job on servers whose removal every rank knows by now.

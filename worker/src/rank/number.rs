@@ -1,12 +1,16 @@
-//! The incarnations of this process. The first one says when the process began, by the clock of the job's first server.
-//! A later process so has a greater number, however long either of them was stopped.
+//! The incarnations of this process. The first one says when the process began, by the job's clock. A later process so
+//! has a greater number, however long either of them was stopped.
+//!
+//! The job's clock is that of its very first server. Where that server leaves the job, the placement has from then on
+//! how far the job's clock is ahead of the next one.
 //!
 //! A process that joins again takes its next number. A successor's number is greater, so the successor stays, and this
 //! process ends with `Fenced`. Random low bits tell two processes apart that began in one millisecond.
 
 use std::time::Duration;
 
-use longshore_proto::Incarnation;
+use futures_util::future::join;
+use longshore_proto::{Fault, FaultKind, Incarnation, ServerId};
 
 use crate::{
     cluster::Cluster,
@@ -33,12 +37,12 @@ struct Begin {
 }
 
 impl Begin {
-    /// Asks the first server. A process that was stopped meanwhile asks again.
-    async fn measure(cluster: &Cluster, start: Instant) -> Begin {
+    /// Asks a server, and answers by its clock. A process that was stopped meanwhile asks again.
+    async fn measure(cluster: &Cluster, server: ServerId, start: Instant) -> Option<Begin> {
         let mut best: Option<(Duration, Begin)> = None;
         for _ in 0..TRIES {
             let sent = Instant::now();
-            let Some(now) = cluster.clock().await else { continue };
+            let Some(now) = cluster.clock(server).await else { continue };
             let trip = sent.elapsed();
             if best.as_ref().is_none_or(|&(least, _)| trip < least) {
                 // The server read its clock in the middle of the trip, for all that is known.
@@ -50,7 +54,13 @@ impl Begin {
                 break;
             }
         }
-        best.map_or_else(|| Begin::here(start), |(_, measured)| measured)
+        best.map(|(_, measured)| measured)
+    }
+
+    /// By the job's clock, which is ahead of the measured one.
+    fn ahead(self, ms: i64) -> Begin {
+        let ahead = |time: u64| time.saturating_add_signed(ms);
+        Begin { began: ahead(self.began), now: ahead(self.now), error: self.error }
     }
 
     /// By this host's clock.
@@ -83,9 +93,24 @@ pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
     let ranks = answers.values().flatten().flat_map(|answer| &answer.ranks);
     let seen = ranks.filter(|rank| rank.rank == cluster.options.rank.0).map(|rank| rank.incarnation).max();
     let random = host::random();
-    let begin = Begin::measure(cluster, start).await;
+    let measured = Begin::measure(cluster, cluster.first(), start).await;
+    let begin = measured.unwrap_or_else(|| Begin::here(start)).ahead(cluster.placement().clock_ahead_ms);
     cluster.options.process.begin(begin.number(seen.unwrap_or(0), random));
     Ok(())
+}
+
+/// Returns how far the clock of `server` is ahead of that of `other`, in ms.
+///
+/// # Errors
+/// `Invalid` if either does not say its clock.
+pub(crate) async fn clock_ahead(cluster: &Cluster, server: ServerId, other: ServerId) -> Result<i64> {
+    let start = Instant::now();
+    let measured = join(Begin::measure(cluster, server, start), Begin::measure(cluster, other, start));
+    let (Some(server), Some(other)) = measured.await else {
+        let (limit, remedy) = ("said by both servers", "it is tried again");
+        return Err(Fault::new(FaultKind::Unavailable, "server.clock", "unknown", limit, remedy).into());
+    };
+    Ok(server.began as i64 - other.began as i64)
 }
 
 /// Takes the next number of this process. Each is given once.
@@ -127,6 +152,14 @@ mod tests {
         let old = first(NOW, NOW, 0, u64::MAX);
         assert!(first(NOW - 3_600_000, NOW - 3_600_000, old, 0) > old);
         assert_eq!(first(NOW, NOW, u64::MAX, 0) >> LOW_BITS, MOST_MS);
+    }
+
+    #[test]
+    fn a_process_that_is_measured_by_another_servers_clock_keeps_its_place() {
+        let hour = 3_600_000;
+        let successor = first(NOW + 100, NOW + 200, 0, 0);
+        let late = Begin { began: NOW + hour, now: NOW + hour + 5000, error: 3 };
+        assert!(late.ahead(-(hour as i64)).number(successor, u64::MAX) < successor);
     }
 
     #[test]

@@ -115,6 +115,9 @@ pub struct Placement {
     /// the latest changes of owners, oldest first
     #[prost(message, repeated, tag = "4")]
     pub handovers: ::prost::alloc::vec::Vec<Handover>,
+    /// The clock of the job's very first server minus that of the first one now, in ms. Incarnations are chosen by their sum.
+    #[prost(sint64, tag = "5")]
+    pub clock_ahead_ms: i64,
 }
 /// A shard's change of owner. The owner before takes the gradients of earlier steps, and has the versions that they make.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -141,6 +144,9 @@ pub struct PlacementChange {
     /// the placement's after the change: one more than before
     #[prost(uint64, tag = "4")]
     pub epoch: u64,
+    /// is added to the placement's; 0 unless the first server leaves
+    #[prost(sint64, tag = "5")]
+    pub clock_ahead_ms: i64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Move {
