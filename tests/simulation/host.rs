@@ -6,7 +6,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     future::Future,
     mem,
-    pin::Pin,
+    pin::{Pin, pin},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Wake, Waker},
     thread,
@@ -37,6 +37,29 @@ pub(crate) fn mix(value: u64) -> u64 {
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     value ^ (value >> 31)
+}
+
+/// How often messages and drives of a run are slow or fail: one in so many, by its seed.
+pub(crate) struct Rates {
+    /// A packet that is sent again late.
+    pub(crate) late: u64,
+    /// An answer that is lost.
+    pub(crate) lost: u64,
+    /// A call that its caller gives up, and that arrives all the same later.
+    pub(crate) stray: u64,
+    slow_write: u64,
+}
+
+impl Rates {
+    fn draw(seed: u64) -> Rates {
+        let one_of = |place: u64, of: [u64; 3]| of[(mix(mix(seed) ^ place) % 3) as usize];
+        Rates {
+            late: one_of(1, [30, 200, 200]),
+            lost: one_of(2, [40, 400, 400]),
+            stray: one_of(3, [2, 8, 10_000]),
+            slow_write: one_of(4, [1, 2, 6]),
+        }
+    }
 }
 
 enum Body {
@@ -79,6 +102,7 @@ pub(crate) struct Sim {
     turn: Mutex<Option<usize>>,
     turned: Condvar,
     pub(crate) network: Network,
+    pub(crate) rates: Rates,
     /// Processes get random numbers.
     is_random: bool,
 }
@@ -121,6 +145,7 @@ impl Sim {
             turn: Mutex::new(None),
             turned: Condvar::new(),
             network: Network::default(),
+            rates: Rates::draw(seed),
             is_random,
         };
         let sim = Arc::new(sim);
@@ -161,6 +186,13 @@ impl Sim {
     /// A time below `most`.
     pub(crate) fn part_of(&self, most: Duration) -> Duration {
         Duration::from_micros(self.below(most.as_micros() as u64))
+    }
+
+    /// Writes to a drive, for less than `usual` unless the drive is slow.
+    pub(crate) async fn write(self: &Arc<Self>, usual: Duration) {
+        let is_slow = self.one_in(self.rates.slow_write);
+        let time = self.part_of(if is_slow { Duration::from_millis(300) } else { usual });
+        self.sleep(time).await;
     }
 
     pub(crate) fn note(&self, process: ProcessId, text: impl FnOnce() -> String) {
@@ -220,6 +252,12 @@ impl Sim {
             sim.give(None);
         };
         thread::Builder::new().name(format!("process {process}")).spawn(run).expect("a thread");
+    }
+
+    /// Lets the main thread of a process work, for less than `most`.
+    pub(crate) fn work(self: &Arc<Self>, process: ProcessId, most: Duration) {
+        let work = pin!(self.sleep(self.part_of(most)));
+        self.host(process).block_on(work);
     }
 
     fn give(&self, to: Option<usize>) {

@@ -21,6 +21,12 @@ use crate::{
 /// A dead connection is noticed after this long, as by HTTP/2's pings.
 const SILENCE: Duration = Duration::from_secs(4);
 
+/// The longest way of a call that its caller has given up.
+const STRAY: Duration = Duration::from_secs(1);
+
+/// The calls that change most where they arrive late.
+const STRAYING: [&str; 3] = ["Join", "Commit", "StepBack"];
+
 /// Faults of the messages between one rank and one server.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Weather {
@@ -87,6 +93,16 @@ fn carry(sim: Arc<Sim>, from: ProcessId, address: String, request: Request<Body>
         let to = server.process;
         let path = request.uri().path().rsplit('/').next().unwrap_or_default().to_string();
         let request = request.map(|body| relay(&sim, (from, to), &link, true, body));
+        if STRAYING.contains(&&*path) && sim.one_in(sim.rates.stray) {
+            // The kernel still sends the bytes of a connection that its process gave up.
+            let (carries, late) = (Arc::clone(&sim), sim.part_of(STRAY));
+            sim.note(from, || format!("gives {path} to {address} up, which arrives {late:?} later"));
+            sim.spawn(to, async move {
+                carries.sleep(late).await;
+                drop(server.answer(request).await);
+            });
+            return Err(gone("connection reset"));
+        }
         let (sender, answer) = oneshot::channel();
         sim.spawn(to, async move { _ = sender.send(server.answer(request).await) });
         let mut breaks = link.clone();
@@ -101,7 +117,7 @@ fn carry(sim: Arc<Sim>, from: ProcessId, address: String, request: Request<Body>
             sim.sleep(SILENCE).await;
             return Err(gone("no answer to pings"));
         }
-        if sim.one_in(400) {
+        if sim.one_in(sim.rates.lost) {
             sim.note(from, || format!("the answer to {path} of {address} is lost"));
             return Err(gone("connection reset"));
         }
@@ -111,7 +127,7 @@ fn carry(sim: Arc<Sim>, from: ProcessId, address: String, request: Request<Body>
 
 async fn travel(sim: &Arc<Sim>, link: &watch::Receiver<Weather>) {
     let delay = link.borrow().delay;
-    if sim.one_in(200) {
+    if sim.one_in(sim.rates.late) {
         // A packet that is sent again late.
         let late = sim.part_of(Duration::from_secs(2));
         sim.sleep(late).await;

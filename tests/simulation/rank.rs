@@ -1,6 +1,6 @@
 //! A rank's process: the worker library as a trainer uses it.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use longshore_proto::{Hyper, Rank, ShardId, Step};
 use longshore_worker::{
@@ -8,52 +8,48 @@ use longshore_worker::{
     error::Result, session::Process,
 };
 
-use crate::oracle::{Oracle, number};
+use crate::{Cluster, host::ProcessId, oracle::number};
 
-/// Trains to the last step. `outdated` is called where the process must join again.
-pub(crate) fn run(
-    oracle: &Oracle,
-    (rank, process): (u32, usize),
-    (servers, steps): (Vec<String>, u64),
-    outdated: impl Fn(&Error),
-) -> Result<()> {
+/// Trains to the last step.
+pub(crate) fn run(cluster: &Arc<Cluster>, rank: usize, id: ProcessId) -> Result<()> {
     let options = Options {
         transport: Transport::Tcp,
         connections: 1,
         deadline: Duration::from_secs(20),
         slow_deadline: Duration::from_secs(120),
         process: Process::default(),
-        ..Options::new(servers, (*oracle.spec).clone(), Rank(rank))
+        ..Options::new(cluster.members(), (*cluster.oracle.spec).clone(), Rank(rank as u32))
     };
     loop {
-        match train(oracle, options.clone(), process, steps) {
-            Err(error @ Error::Outdated(_)) => outdated(&error),
+        match train(cluster, options.clone(), id) {
+            Err(error @ Error::Outdated(_)) => cluster.outdated(rank, id, &error),
             ended => return ended,
         }
     }
 }
 
-fn train(oracle: &Oracle, options: Options, process: usize, steps: u64) -> Result<()> {
-    let rank = options.rank.0;
+fn train(cluster: &Cluster, options: Options, id: ProcessId) -> Result<()> {
+    let rank = options.rank;
     let mut session = Session::connect(options)?;
-    let joined = if rank == 0 {
+    let joined = if rank == Rank(0) {
         session.open()?;
         session.join()?
     } else {
         session.follow(None)?
     };
+    cluster.has_joined(rank, &joined);
     let options = PipelineOptions {
-        schedule: oracle.schedule.clone(),
+        schedule: cluster.oracle.schedule.clone(),
         correction: DelayCorrection::None,
         ..PipelineOptions::new(LossScaler::fixed(1.0)?, |_| vec![Hyper::default()])
     };
     let mut pipeline = Pipeline::new(session, &joined, options)?;
-    train_to(oracle, &mut pipeline, (rank, process), steps)
-        .map_err(|error| pipeline.session().cause(error))?;
+    train_to(cluster, &mut pipeline, (rank.0, id)).map_err(|error| pipeline.session().cause(error))?;
     pipeline.close()?.leave()
 }
 
-fn train_to(oracle: &Oracle, pipeline: &mut Pipeline, rank: (u32, usize), steps: u64) -> Result<()> {
+fn train_to(cluster: &Cluster, pipeline: &mut Pipeline, rank: (u32, ProcessId)) -> Result<()> {
+    let (oracle, steps) = (&cluster.oracle, cluster.steps);
     let shards = oracle.layout.shards();
     while pipeline.last_step().0 < steps {
         let plan = pipeline.begin()?;
@@ -66,6 +62,7 @@ fn train_to(oracle: &Oracle, pipeline: &mut Pipeline, rank: (u32, usize), steps:
             read.push(number(&bytes));
         }
         for micro_step in 0..oracle.spec.micro_steps {
+            cluster.sim.work(rank.1, cluster.plan.backward);
             let gradients = oracle.compute(rank, (plan.step, micro_step), plan.reads, &read);
             let mut assembler = pipeline.assembler(micro_step)?;
             for shard in (0..shards).rev().map(ShardId) {

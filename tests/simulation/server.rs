@@ -52,6 +52,8 @@ pub(crate) struct Disk {
     /// Two versions at most, oldest first. Empty: the job is not on this server.
     saved: Vec<Saved>,
     joined: Vec<Option<Joined>>,
+    /// By rank the newest process that an answer has named as the rank's.
+    promised: BTreeMap<Rank, Incarnation>,
 }
 
 /// The job in a server's memory.
@@ -98,7 +100,8 @@ impl Disk {
         };
         let state = places(&oracle.spec, &oracle.layout, placement, server).iter().map(state).collect();
         let joined = vec![None; oracle.spec.world_size as usize];
-        Disk { server, opened: oracle.placement.clone(), saved: vec![Saved { record, state }], joined }
+        let (opened, saved) = (oracle.placement.clone(), vec![Saved { record, state }]);
+        Disk { server, opened, saved, joined, promised: BTreeMap::new() }
     }
 
     pub(crate) fn newest(&self) -> Version {
@@ -165,6 +168,11 @@ impl Server {
 
     fn note(&self, text: impl FnOnce() -> String) {
         self.sim.note(self.process, text);
+    }
+
+    /// Tells of all changes of this process.
+    pub(crate) fn changes(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
     }
 
     fn moved(&self) {
@@ -337,7 +345,6 @@ impl Server {
 
     /// Makes a version durable. Versions follow one another: the next is decided only afterwards.
     async fn flush(&self, life: u64, saved: Saved) {
-        let time = self.sim.part_of(Duration::from_millis(if self.sim.one_in(6) { 300 } else { 10 }));
         let version = saved.record.version;
         if self.oracle.has(Plant::RecordBeforeState) {
             let mut disk = lock(&self.disk);
@@ -349,7 +356,7 @@ impl Server {
             let state = state.into_iter().map(renumbered).collect();
             disk.saved.push(Saved { record: saved.record.clone(), state });
         }
-        self.sim.sleep(time).await;
+        self.sim.write(Duration::from_millis(10)).await;
         let mut instance = self.instance();
         let Some(instance) = self.living(&mut instance, life) else { return };
         let mut disk = lock(&self.disk);
@@ -368,14 +375,36 @@ impl Server {
     }
 
     /// Keeps on the drive who has joined.
-    async fn keep_joined(&self) -> Result<(), Fault> {
-        let time = self.sim.part_of(Duration::from_millis(if self.sim.one_in(6) { 300 } else { 5 }));
-        if !self.oracle.has(Plant::FenceAnsweredEarly) {
-            self.sim.sleep(time).await;
+    async fn keep_joined(self: &Arc<Self>) -> Result<(), Fault> {
+        let keeps = Arc::clone(self);
+        let kept = async move {
+            keeps.sim.write(Duration::from_millis(5)).await;
+            let joined = keeps.with(|instance| Ok(joined(&instance.machine)))?;
+            lock(&keeps.disk).joined = joined;
+            Ok(())
+        };
+        if self.oracle.has(Plant::FenceAnsweredEarly) {
+            self.sim.spawn(self.process, async move { _ = kept.await });
+            return Ok(());
         }
-        let joined = self.with(|instance| Ok(joined(&instance.machine)))?;
-        lock(&self.disk).joined = joined;
-        Ok(())
+        kept.await
+    }
+
+    /// Notes that an answer is about to name a rank's process. From then on no older one may do anything here.
+    fn promise(&self, rank: Rank, incarnation: Incarnation) {
+        let mut disk = lock(&self.disk);
+        let newest = disk.promised.entry(rank).or_default();
+        *newest = incarnation.max(*newest);
+    }
+
+    /// Checks that no answer has named a newer process than the one whose call has an effect.
+    fn acts(&self, rank: Rank, incarnation: Incarnation) {
+        let newest = lock(&self.disk).promised.get(&rank).copied().unwrap_or_default();
+        if newest > incarnation {
+            self.note(|| format!("{rank}: {incarnation} acts after {newest}"));
+            self.oracle
+                .fail(format!("a call of {rank}'s {incarnation} has an effect after {newest} has fenced it"));
+        }
     }
 
     /// Answers one call.
@@ -471,14 +500,16 @@ impl Server {
         })
     }
 
-    async fn join(&self, request: v1::JoinRequest) -> Result<v1::JoinResponse, Fault> {
+    async fn join(self: &Arc<Self>, request: v1::JoinRequest) -> Result<v1::JoinResponse, Fault> {
         let (rank, incarnation) = (Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?);
         if !self.oracle.has(Plant::FenceWithoutEffect) {
             self.with(|instance| Ok(instance.machine.fence(rank, incarnation)?))?;
         }
+        self.acts(rank, incarnation);
         self.moved();
         if request.fence_only {
             self.keep_joined().await?;
+            self.promise(rank, incarnation);
             let progress = self.with(|instance| Ok(progress(&instance.machine)))?;
             self.note(|| format!("{rank} fenced by {incarnation} at {}", progress.version));
             return Ok(v1::JoinResponse { progress: Some(progress), memfd: None });
@@ -491,6 +522,7 @@ impl Server {
         let mut progress = self.until(PATIENCE, check).await?;
         self.moved();
         self.keep_joined().await?;
+        self.promise(rank, incarnation);
         if self.oracle.has(Plant::JoinAnswersLate) {
             progress = self.with(|instance| Ok(self::progress(&instance.machine)))?;
         }
@@ -537,6 +569,7 @@ impl Server {
             let duplicate = instance.machine.version() == before;
             if !duplicate {
                 self.note(|| format!("{step} is decided by {decided_by}"));
+                self.acts(Rank(0), incarnation);
             }
             Ok(duplicate)
         })?;
@@ -573,6 +606,9 @@ impl Server {
                     found.0,
                     "read again",
                 ));
+            }
+            if !there && found >= incarnation {
+                self.oracle.fail(format!("{incarnation} takes {current} back, which {found} has decided"));
             }
             machine.fence(Rank(0), incarnation)?;
             Ok(there)
@@ -667,6 +703,7 @@ impl Server {
             Ok(())
         })
         .inspect_err(|_| self.moved())?;
+        self.acts(chunk.contribution.rank, chunk.incarnation);
         self.note(|| format!("has {} of {} ({gradient:x})", chunk.contribution, shard));
         self.moved();
         Ok(Admission::New(()))

@@ -44,9 +44,14 @@ impl Server {
         kept.is_ok()
     }
 
-    /// Version and placement as this server knows them. None where it takes no part in the job.
+    /// Version and placement as this server or its drive knows them. None where it takes no part in the job.
     pub(crate) fn placement(&self) -> Option<(Version, Placement)> {
         let instance = self.instance();
+        if instance.is_none() || self.sim.is_dead(self.process) {
+            let disk = lock(&self.disk);
+            let Record { version, placement, .. } = disk.saved.last()?.record.clone();
+            return Some((version, placement.unwrap_or_else(|| disk.opened.clone())));
+        }
         let machine = &instance.as_ref()?.machine;
         machine.check_not_loading().is_ok().then(|| (machine.version(), machine.placement().clone()))
     }
@@ -54,6 +59,13 @@ impl Server {
     /// The newest process of a rank that has joined or fenced here.
     pub(crate) fn incarnation(&self, rank: usize) -> Option<Incarnation> {
         self.instance().as_ref()?.machine.incarnation(Rank(rank as u32))
+    }
+
+    /// The version at which a process has joined here.
+    pub(crate) fn joined_at(&self, rank: Rank, incarnation: Incarnation) -> Option<Version> {
+        let ranks = self.instance().as_ref()?.machine.ranks();
+        let of = ranks.into_iter().find(|of| of.rank == rank && of.incarnation == Some(incarnation));
+        of.map(|of| of.joined_at)
     }
 
     pub(super) fn open(self: &Arc<Self>, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
@@ -102,6 +114,7 @@ impl Server {
             let joined = vec![None; self.spec().world_size as usize];
             (disk.server, disk.opened, disk.joined) = (server, placement.clone(), joined);
             disk.saved.clear();
+            disk.promised.clear();
         }
         self.note(|| format!("is opened as {server}"));
         let machine = self.machine(placement, server);
