@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,15 +31,11 @@ class Gpu(_device.Accelerator):
 
     Args:
         late: A key of :data:`LATE`.
-        ignored: A call ``"function.method"`` that does nothing, to drop the wait that a function of the package asks for.
-        cycles: Clock cycles of a delay.
     """
 
-    def __init__(self, late: str = "nothing", seed: int = 0, ignored: str | None = None, cycles: int = _CYCLES) -> None:
+    def __init__(self, late: str = "nothing", seed: int = 0) -> None:
         self._copies, self._computing = LATE[late]
         self._random = random.Random(seed)
-        self._ignored = ignored
-        self._cycles = cycles
         #: Number of registered pieces of memory, and of those for writing, and for reading alone.
         self.registered = self.to_be_written = self.to_be_read = 0
         #: Bytes of page-locked memory that torch made.
@@ -49,7 +44,7 @@ class Gpu(_device.Accelerator):
     def pause(self, share: float) -> None:
         """Delays the current stream, in this share of calls."""
         if self._random.random() < share:
-            torch.cuda._sleep(self._cycles)
+            torch.cuda._sleep(_CYCLES)
 
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
         def late(*given: Tensor | None) -> None:
@@ -77,20 +72,6 @@ class Gpu(_device.Accelerator):
     def unregister(self, address: int, device: torch.device) -> None:
         super().unregister(address, device)
         self.registered -= 1
-
-    def let_wait(self, stream: Any, event: Any) -> None:
-        if not self._is_ignored():
-            super().let_wait(stream, event)
-
-    def wait(self, event: Any) -> None:
-        if not self._is_ignored():
-            super().wait(event)
-
-    def _is_ignored(self) -> bool:
-        method = sys._getframe(1)
-        caller = method.f_back
-        assert caller is not None
-        return self._ignored == f"{caller.f_code.co_name}.{method.f_code.co_name}"
 
 
 class InOrder(Gpu):

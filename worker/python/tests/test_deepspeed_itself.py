@@ -1,14 +1,10 @@
 """Checkpoints to and from DeepSpeed itself, which runs in deepspeed_rank.py.
 
-tests/run installs DeepSpeed beside the other packages, into a folder that TEST_DEEPSPEED names. Its compiled parts stay there, so that they
-are compiled once.
+tests/run installs DeepSpeed beside the other packages, into a folder that TEST_DEEPSPEED names.
 """
 
 import importlib.util
 import os
-import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,8 +22,6 @@ IS_HERE = bool(FOLDER) or importlib.util.find_spec("deepspeed") is not None
 pytestmark = pytest.mark.skipif(
     not IS_HERE, reason=os.environ.get("TEST_DEEPSPEED_ABSENT") or "DeepSpeed is not installed: tests/run installs it"
 )
-#: Search path of the programs that DeepSpeed compiles with.
-PATH = os.pathsep.join(filter(None, (FOLDER and f"{FOLDER}/bin", os.environ.get("PATH"))))
 #: By name: DeepSpeed's settings.
 WAYS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1, "dtype": "fp32"},
@@ -161,49 +155,3 @@ def test_an_engine_goes_on_from_deepspeeds_checkpoint(theirs: tuple[Path, int, F
             losses[-1].append(loss.item())
     check_close(losses, found[way], way)
     engine.destroy()
-
-
-#: Compiles DeepSpeedCPUAdam, or finds it compiled. Processes take turns. A leftover file "lock" then belongs to a killed process, and torch
-#: would wait for its removal forever.
-COMPILE = """
-import fcntl, os, pathlib
-folder = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"])
-with open(folder / "one-at-a-time", "w") as held:
-    fcntl.flock(held, fcntl.LOCK_EX)
-    for left in folder.rglob("lock"):
-        left.unlink()
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-    CPUAdamBuilder().load()
-"""
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Lets DeepSpeed find its compiled CPU optimizer. The first compilation takes some minutes."""
-    folder = Path(FOLDER or tmp_path, "extensions")
-    folder.mkdir(exist_ok=True)
-    monkeypatch.setenv("PATH", PATH)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
-    environment = {**os.environ, "PYTHONPATH": with_deepspeed(), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.skipif(
-    not (os.environ.get("LONGSHORE_SOAK") or list(Path(FOLDER or ".", "extensions").rglob("cpu_adam.so"))),
-    reason="slow: DeepSpeedCPUAdam is compiled once, in three minutes of a core (tests/run --soak)",
-)
-@pytest.mark.skipif(not shutil.which("c++"), reason="DeepSpeedCPUAdam is compiled by c++")
-@pytest.mark.skipif(not shutil.which("ninja", path=PATH), reason="DeepSpeedCPUAdam is compiled by ninja: tests/run installs it")
-@pytest.mark.usefixtures("compiled")
-def test_deepspeeds_own_optimizer_of_cpus_takes_what_is_written_for_it(tmp_path: Path) -> None:
-    model = net()
-    optimizer = longshore.AdamW(model.named_parameters(), **RATES)
-    steps(model, optimizer, 1, range(STEPS + LATER))
-    checkpoint.save_deepspeed(optimizer, tmp_path / "ours")
-    gone = states(optimizer, model)
-    after = steps(model, optimizer, 1, range(STEPS + LATER, STEPS + 2 * LATER))
-    options = {"folder": str(tmp_path / "ours"), "stage": 2, "dtype": "fp32", "offload": True}
-    [found] = deepspeed(tmp_path / "found", {"offloaded": ("load", options)}, 1)["offloaded"]
-    check_same_bits(gone, found["state"], STEPS + LATER)
-    check_close(after, [found], "offloaded")

@@ -2,8 +2,6 @@
 
 import copy
 import re
-import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import Server, running
-from forked import Forked
 from models import RULES, distance, pair, same_bits, step, train
 from torch import nn
 
@@ -190,58 +187,6 @@ def test_a_parameter_without_state_begins_with_zeros(rule: str) -> None:
     optimizer = kind(ours.named_parameters(), **arguments)
     optimizer.load_state_dict(plain.state_dict())
     both(ours, optimizer, theirs, plain, range(1, 5))
-    assert distance(ours, theirs) < 1e-6
-
-
-CHILD = """
-import os, re, signal, subprocess, sys, time
-import torch, longshore
-from models import Mlp
-from longshore.transfer.filling import Filling
-
-model = Mlp(500)
-model.load_state_dict(torch.load({folder!r} + "/model.pt", weights_only=True))
-optimizer = longshore.AdamW(
-    model.named_parameters(), servers={servers!r}, job="half", shard_elements=65536, transport="tcp"
-)
-optimizer.load_state_dict(torch.load({folder!r} + "/adamw.pt", weights_only=True, mmap=True))
-whole = optimizer._filling
-status = [sys.executable, "-m", "longshore", "status", "--servers", {servers!r}, "--job", "half", "--json"]
-
-def missing():
-    said = subprocess.run(status, capture_output=True, text=True, check=True).stdout
-    return sum(int(shards) for shards in re.findall('"missing_shards":([0-9]+)', said))
-
-def read(array, param):
-    if (array, param.index) == (2, 7):  # the last parameter's second moments
-        end = time.monotonic() + 60
-        while missing() > 4:  # of five shards
-            assert time.monotonic() < end
-        os.kill(os.getpid(), signal.SIGKILL)
-    return whole.read(array, param)
-
-optimizer._filling = Filling(whole.applied, read, whole.check)
-optimizer.open()
-"""
-
-
-def test_a_process_that_is_killed_in_the_middle_of_filling_is_followed_by_another(tmp_path: Path, two_servers: str) -> None:
-    ours, theirs, plain = trained(torch.optim.AdamW, width=500)
-    torch.save(plain.state_dict(), tmp_path / "adamw.pt")
-    torch.save(theirs.state_dict(), tmp_path / "model.pt")
-    code = CHILD.format(folder=str(tmp_path), servers=two_servers)
-    child = Forked(code, stderr=subprocess.PIPE)
-    said = child.communicate()[1]
-    assert child.returncode == -signal.SIGKILL, said
-    options = {"servers": two_servers, "job": "half", "shard_elements": 65536}
-    # A process without the state must not complete the job with zero moments.
-    forgetful = longshore.AdamW(ours.named_parameters(), **options)
-    with pytest.raises(errors.LongshoreError, match=r"delete the job"):
-        forgetful.open()
-    optimizer = longshore.AdamW(ours.named_parameters(), **options)
-    optimizer.load_state_dict(plain.state_dict())
-    check_same_state(optimizer.state_dict(full=True), plain.state_dict())
-    both(ours, optimizer, theirs, plain, range(5, 15))
     assert distance(ours, theirs) < 1e-6
 
 

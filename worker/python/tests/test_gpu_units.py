@@ -10,7 +10,6 @@ import torch
 from gpu import DEVICE, LATE, Gpu, OnGpu, needs_a_gpu, on
 from models import pair
 from test_stage_3 import config, counting, llama, stage_2
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from units import Accountant, optimizer_of, same, train, weight_bytes
 
@@ -80,25 +79,6 @@ def test_the_allocator_gives_no_more_than_the_budget(reentrant: bool | None) -> 
         optimizer.flush()
         same(same_as, cut)
         optimizer.close()
-
-
-def test_compiled_blocks() -> None:
-    """Blocks compiled by torch for the device have the bits of the same blocks in one piece."""
-    pytest.importorskip("triton", reason="triton is not installed, by which torch compiles for a GPU")
-    whole, cut = pair(OnGpu, depth=6)
-    for model in (whole, cut):
-        for number, layer in enumerate(model.layers):
-            model.layers[number] = nn.Sequential(layer, nn.GELU(), nn.LayerNorm(256, dtype=torch.bfloat16))
-            model.layers[number].compile()
-    with on(Gpu()):
-        plain = longshore.AdamW(whole.to(DEVICE).named_parameters(), lr=1e-2, streaming=True)
-        train(whole, plain)
-        optimizer = longshore.AdamW(cut.named_parameters(), lr=1e-2, streaming=True, transport="tcp")
-        longshore.shard(cut, optimizer, weight_bytes(cut) // 2, device=DEVICE)
-        train(cut, optimizer)
-        same(whole, cut)
-        optimizer.close()
-        plain.close()
 
 
 @pytest.mark.filterwarnings("ignore:without effect here")
