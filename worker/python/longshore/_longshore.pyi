@@ -6,7 +6,7 @@ from typing import Any
 
 __version__: str
 
-from longshore._step import Hyper
+from longshore.transfer.job import Hyper
 
 #: A place: parameter, address of contiguous host memory, number of elements, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
 _Place = tuple[int, int, int, str]

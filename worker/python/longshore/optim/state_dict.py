@@ -6,7 +6,7 @@ A handle has plain containers and one tensor. An optimizer returns to the versio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -219,18 +219,9 @@ class Stateful(Connected):
     #: True to warn once that a handle ends with this process. An adapter that saves the full state sets False.
     warns_of_handles: bool = True
 
-    @property
-    def is_in_units(self) -> bool:
-        raise NotImplementedError
-
-    def flush(self) -> int:
-        raise NotImplementedError
-
-    def _guard_clipping(self) -> None:
-        raise NotImplementedError
-
-    def _check_hyper(self, group: dict[str, Any]) -> None:
-        """Refuses hyperparameters that the servers' rule does not have."""
+    flush: Callable[[], int]
+    _guard_clipping: Callable[[], None]
+    _check_hyper: Callable[[dict[str, Any]], None]
 
     # The job and its checkpoints
 

@@ -347,16 +347,10 @@ class Stepping(Connected):
     last_report: StepReport | None
     #: Called at each commit. Returns at most 1 MiB of rank 0's data to keep with it, for :attr:`resumed`.
     resume_data: Callable[[], bytes] | None
-
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        raise NotImplementedError
-
-    def _groups_of_job(self) -> list[dict[str, Any]]:
-        """Returns the param groups in the job's order, or raises for other ones than the job's."""
-        raise NotImplementedError
-
-    def _opened_by_gradients(self) -> Connection:
-        raise NotImplementedError
+    # Methods of the other parts.
+    _hyper: Callable[[dict[str, Any]], Hyper]
+    _groups_of_job: Callable[[], list[dict[str, Any]]]
+    _opened_by_gradients: Callable[[], Connection]
 
     # Loss scales
 

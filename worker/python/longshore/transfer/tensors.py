@@ -11,8 +11,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,20 +164,9 @@ _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[a
 _LENDS = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 
 
-class Member(Protocol):
-    """The part of :class:`longshore.units.model.Member` that this module uses."""
-
-    name: str
-
-
-class Home(Protocol):
-    """The part of :class:`longshore.units.residency.Residency` that this module uses."""
-
-    def using(self, members: list[Any]) -> AbstractContextManager[None]: ...
-
-    def changed(self, member: Any) -> None: ...
-
-    def mark(self, result: Any) -> None: ...
+#: A :class:`longshore.units.model.Member` and a :class:`longshore.units.residency.Residency`, whose modules import this one.
+Member = Any
+Home = Any
 
 
 class _OfUnit:
