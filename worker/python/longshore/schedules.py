@@ -16,9 +16,6 @@ __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "Warmup
 class _Schedule(LRScheduler):
     """Each group's rate as a function of the steps made so far."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
-
     def _rate(self, steps: int, group: int) -> float:
         raise NotImplementedError
 

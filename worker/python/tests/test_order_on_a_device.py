@@ -14,10 +14,9 @@ from torch import Tensor
 from units import weight_bytes
 
 import longshore
-from longshore import errors
 from longshore.optim import step as streaming
 from longshore.transfer import device as _device
-from longshore.transfer import gradients, params, weights
+from longshore.transfer import gradients, weights
 
 STEPS = 5
 #: Soak tests draw more orders.
@@ -165,80 +164,6 @@ def test_backward_never_waits_for_the_device() -> None:
         optimizer.close()
 
 
-def test_a_push_that_fails_in_the_background_is_told() -> None:
-    class Refusing:
-        """A job that refuses gradients."""
-
-        def begin_step(self) -> None:
-            pass
-
-        def push(self, places: Any, scale: float) -> None:
-            raise errors.GradientError("no room", field="gradient")
-
-        def end_micro_step(self) -> None:
-            raise AssertionError("it goes on after a failure")
-
-    device = Simulated(0)
-    with on(device):
-        gradient = device.to_device(torch.ones(4))
-        param = params.table([{"params": [torch.nn.Parameter(gradient)]}])[0]
-        pusher = gradients.Pusher(Refusing())
-        collected = gradients.Gradients()
-        collected.take(param, gradient)
-        pusher.push(collected.leave())
-        pusher.then(Refusing().end_micro_step)
-        with pytest.raises(errors.GradientError, match="no room"):
-            pusher.wait()
-        done = threading.Event()
-        pusher.then(done.set)
-        pusher.wait()
-        assert done.is_set()
-        pusher.close()
-
-
-class Held:
-    """A job whose pushes wait until they are released."""
-
-    def __init__(self) -> None:
-        self.may_go = threading.Semaphore(0)
-        self.pushed: list[int] = []
-
-    def begin_step(self) -> None:
-        pass
-
-    def push(self, places: list[tuple[int, int, int, str]], scale: float) -> None:
-        assert self.may_go.acquire(timeout=30)
-        self.pushed.append(places[0][0])
-
-
-def test_gradients_on_their_way_wait_for_room() -> None:
-    job, went = Held(), list[int]()
-    pusher = gradients.Pusher(job)
-
-    def push(index: int) -> None:
-        """Pushes 40 bytes where at most 80 may be on their way."""
-        pusher.wait_for_room(40, 80)
-        went.append(len(job.pushed))
-        group = gradients.Group()
-        group.places.append((index, 0, 10, "fp32"))
-        group.nbytes = 40
-        pusher.push(group)
-
-    pusher.wait_for_room(1000, 40)  # a single push goes through, however large
-    push(0)
-    push(1)
-    waiting = threading.Thread(target=push, args=(2,))
-    waiting.start()
-    assert went == [0, 0], "two of 40 bytes are on their way"
-    job.may_go.release()
-    waiting.join(30)
-    assert went == [0, 0, 1], "the first has gone, and the second not"
-    job.may_go.release(2)
-    pusher.wait()
-    assert job.pushed == [0, 1, 2]
-    pusher.close()
-
-
 def drop_gradients(patch: pytest.MonkeyPatch) -> None:
     """A gradient goes back to its allocator during its copy."""
     begin_copies = gradients.Group.begin_copies
@@ -280,7 +205,7 @@ WITHOUT: dict[str, tuple[str | Callable[[pytest.MonkeyPatch], None], str]] = {
     "the gradient is kept until it is copied": (drop_gradients, "streaming"),
     "staging memory is kept until it is pushed": (overwrite_staging, "two passes"),
     "the stream of step waits, too": (show_first_user_only, "streaming"),
-    "memory of what is given up waits for its copy in": ("_end.let_wait", "some units"),
+    "memory of what is given up waits for its copy in": ("give_up.let_wait", "some units"),
     "a fetcher's staging memory waits for the copy in before": ("take.wait", "units over TCP"),
     "another stream that uses a unit waits for its copy in": ("use.let_wait", "all units"),
     "memory waits for other streams that use what was in it": ("leave.let_wait", "some units"),

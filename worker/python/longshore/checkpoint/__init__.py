@@ -97,7 +97,8 @@ def load_deepspeed(
     keys = (_FP32, *filling.NAMES[optimizer.rule])
 
     def read(array: int, param: Param) -> Any:
-        found = _universal_tensor(zero / param.name / f"{keys[array]}.pt")
+        content = torch.load(zero / param.name / f"{keys[array]}.pt", mmap=True, weights_only=True, map_location="cpu")
+        found: Any = content.get("param") if isinstance(content, Mapping) else content
         # ZeRO-3's tensors are flat.
         flat = isinstance(found, Tensor) and found.ndim == 1 and found.numel() == param.elements
         return found.view(param.shape) if flat else found
@@ -112,12 +113,13 @@ def load_deepspeed(
                 raise invalid(name, f"in {zero}", "a parameter of this optimizer", remedy, StateError)
         for param in params:
             for array, key in enumerate(keys):
-                _check_file(zero / param.name / f"{key}.pt", f"{param.name}.{key}")
+                path = zero / param.name / f"{key}.pt"
+                if not path.is_file():
+                    raise invalid(f"{param.name}.{key}", "absent", f"in {path}", "take a whole universal checkpoint of this model", StateError)
                 filling.check_tensor(f"{param.name}.{key}", read(array, param), param.shape, str(zero))
 
-    steps = {
-        entry.name: _number(entry / f"{_STEP}.pt") for entry in sorted(zero.iterdir()) if (entry / f"{_STEP}.pt").exists()
-    }
+    files = {entry.name: entry / f"{_STEP}.pt" for entry in sorted(zero.iterdir())}
+    steps = {name: float(torch.load(file, weights_only=True, map_location="cpu")) for name, file in files.items() if file.exists()}
     fewer: dict[str, int] = {}
     applied: int | None
     if steps:
@@ -301,20 +303,6 @@ def _zero_folder(folder: Path, tag: str | None) -> Path:
 def _universal(param: Param) -> dict[str, Any]:
     """Returns the content that DeepSpeed's loaders expect in the file of one array of a parameter."""
     return {"cat_dim": 0, "param": _files.blank(param.shape)}
-
-
-def _check_file(path: Path, name: str) -> None:
-    if not path.is_file():
-        raise invalid(name, "absent", f"in {path}", "take a whole universal checkpoint of this model", StateError)
-
-
-def _universal_tensor(path: Path) -> Any:
-    content = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    return content.get("param") if isinstance(content, Mapping) else content
-
-
-def _number(path: Path) -> float:
-    return float(torch.load(path, weights_only=True, map_location="cpu"))
 
 
 def _optimizer_state(applied: int, groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -250,7 +250,10 @@ class Client:
         if out is None:
             given = {param.name: _arrays.empty(param.shape, dtype or param.wire) for param in self._params}
         else:
-            given = {param.name: self._out(out, param) for param in self._params}
+            for param in self._params:
+                if param.name not in out:
+                    raise invalid("out", f"without {param.name}", "an array for each parameter", "add it")
+            given = {param.name: out[param.name] for param in self._params}
         targets = {}
         for param in self._params:
             targets[param.name] = _arrays.writable(param.name, given[param.name])
@@ -263,11 +266,6 @@ class Client:
         else:
             self._version = version
         return given
-
-    def _out(self, out: Mapping[str, Array], param: _Param) -> Array:
-        if param.name not in out:
-            raise invalid("out", f"without {param.name}", "an array for each parameter", "add it")
-        return out[param.name]
 
     def flush(self) -> int:
         """Waits until every step is decided. The next :meth:`pull` gives the newest weights, also with ``delay=1``, and the next step

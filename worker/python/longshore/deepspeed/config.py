@@ -82,10 +82,13 @@ class Config:
         """
         keys = _Keys(given)
         # Stage first: neighbouring keys have another meaning in stage 3.
-        stage = _stage(keys)
+        stage = keys.take("zero_optimization.stage", int) or 0
+        if stage not in (0, 1, 2, 3):
+            raise invalid("zero_optimization.stage", stage, "0, 1, 2 or 3", "use stage 2, or 3 for a model larger than the device")
         keys.check()
         job = dict(keys.take("longshore", dict) or {})
-        batch, micro_batch, micro_steps = _batch(keys, _world_size(job))
+        _, world_size = Options.of({key: job[key] for key in ("rank", "world_size", "servers", "job") if key in job}).place()
+        batch, micro_batch, micro_steps = _batch(keys, world_size)
         clip = keys.take("gradient_clipping", float)
         dtype = _precision(keys, job)
         shard = _sharding(keys, job, stage)
@@ -179,15 +182,15 @@ class Config:
         if self.scheduler_type is None:
             return None
         kind = getattr(schedules, self.scheduler_type)
-        known = [name for name in inspect.signature(kind).parameters if name != "optimizer"]
+        parameters = {name: found for name, found in inspect.signature(kind).parameters.items() if name != "optimizer"}
+        known = list(parameters)
         for name, value in self.scheduler_params.items():
             if name not in known:
                 raise invalid(f"scheduler.params.{name}", repr(value), "one of " + ", ".join(known), _near(name, known))
             if value == "auto":
                 raise _auto(f"scheduler.params.{name}")
-        signature = inspect.signature(kind)
-        for name, parameter in signature.parameters.items():
-            if parameter.default is parameter.empty and name not in ("optimizer", *self.scheduler_params):
+        for name, parameter in parameters.items():
+            if parameter.default is parameter.empty and name not in self.scheduler_params:
                 raise invalid(f"scheduler.params.{name}", None, f"given for {self.scheduler_type}", "write the number")
         return kind(optimizer, **self.scheduler_params)
 
@@ -207,17 +210,6 @@ class Config:
             live = live if live is not None else _LIVE if is_on_host else None
             given["budget"] = int(live * largest.element_size()) if live is not None else None
         _shard.shard(model, optimizer, **given)
-
-
-def _stage(keys: "_Keys") -> int:
-    stage = keys.take("zero_optimization.stage", int) or 0
-    if stage not in (0, 1, 2, 3):
-        raise invalid("zero_optimization.stage", stage, "0, 1, 2 or 3", "use stage 2, or 3 for a model larger than the device")
-    return stage
-
-
-def _world_size(job: dict[str, Any]) -> int:
-    return Options.of({key: job[key] for key in ("rank", "world_size", "servers", "job") if key in job}).place()[1]
 
 
 def _batch(keys: "_Keys", world_size: int) -> tuple[int, int, int]:

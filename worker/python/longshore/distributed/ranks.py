@@ -73,28 +73,26 @@ class Ranks(ABC):
     def read_kept(self, job: Any, version: int, kept: FrozenParams, has: Callable[[], set[int]]) -> None:
         """Gives frozen parameters the job's weights: a rank reads its own parts, and ranks gather the others. ``has`` reads some another
         way, and returns their places."""
-        if kept.described():
-            with collectives.telling():
-                self._read_kept(job, version, kept, has)
-
-    def _read_kept(self, job: Any, version: int, kept: FrozenParams, has: Callable[[], set[int]]) -> None:
+        if not kept.described():
+            return
         others: set[int] = set()
-        agree.together(lambda: others.update(has()))
-        agree.together(lambda: kept.read(job, version, kept.own()))
-        params = [param for param in kept.whole() if param.index not in others]
         failure: UsageError | None = None
-        for param, weights in gather_frozen(job, version, params, self.rank, self.world_size):
-            try:
-                write_frozen(param, weights)
-            except UsageError as error:
-                failure = error
-            del weights
 
         def end() -> None:
             if failure is not None:
                 raise failure
 
-        agree.together(end)
+        with collectives.telling():
+            agree.together(lambda: others.update(has()))
+            agree.together(lambda: kept.read(job, version, kept.own()))
+            params = [param for param in kept.whole() if param.index not in others]
+            for param, weights in gather_frozen(job, version, params, self.rank, self.world_size):
+                try:
+                    write_frozen(param, weights)
+                except UsageError as error:
+                    failure = error
+                del weights
+            agree.together(end)
 
     def start(
         self, job: Any, name: str, filling: Filling | None, found: bool, kept: FrozenParams, *, in_units: bool = False
@@ -105,21 +103,18 @@ class Ranks(ABC):
             The job's version, and the number of updates that made its weights.
         """
         with collectives.telling():
-            return self._start(job, name, filling, found, kept, in_units)
+            is_new = self.find(job) is None
+            first, held = self.first_weights() if is_new and not in_units else ([], [])
+            frozen, frozen_held = kept.values() if is_new else ([], [])
+            source = filling.of_job(self.params, list(self.layout.pieces()), first, frozen) if filling is not None else None
 
-    def _start(self, job: Any, name: str, filling: Filling | None, found: bool, kept: FrozenParams, in_units: bool) -> tuple[int, int]:
-        is_new = self.find(job) is None
-        first, held = self.first_weights() if is_new and not in_units else ([], [])
-        frozen, frozen_held = kept.values() if is_new else ([], [])
-        source = filling.of_job(self.params, list(self.layout.pieces()), first, frozen) if filling is not None else None
+            def begin() -> tuple[int, int]:
+                started: tuple[int, int] = job.start([*first, *frozen], source, found, in_units=in_units)
+                return started
 
-        def begin() -> tuple[int, int]:
-            started: tuple[int, int] = job.start([*first, *frozen], source, found, in_units=in_units)
+            started = agree.together(lambda: agree.rank_0_first(name, self.rank, self.world_size, begin, is_shared=True))[self.rank]
+            del held, frozen_held
             return started
-
-        started = agree.together(lambda: agree.rank_0_first(name, self.rank, self.world_size, begin, is_shared=True))[self.rank]
-        del held, frozen_held
-        return started
 
     def export_state(self, job: Any, arrays: list[list[Tensor]], *, alone: bool) -> int:
         """Writes all state into each array's tensors, one for each parameter. Returns the number of updates that made it.

@@ -40,22 +40,19 @@ class Gathered:
     def read(self, job: Any) -> None:
         """Waits for this rank's part of the requested weights, and gives the parameters the whole. While ranks gather a bucket, the next
         bucket's part arrives."""
-        with collectives.telling():
-            self._read(job)
-
-    def _read(self, job: Any) -> None:
         before: tuple[Bucket, Collective, Tensor] | None = None
-        for bucket, part in self._parts(job):
-            whole = _device.empty_beside(part, [self._world_size * bucket.slot], bucket.dtype)
-            gathering = collectives.all_gather(whole, part, agree.group_of(part.device))
+        with collectives.telling():
+            for bucket, part in self._parts(job):
+                whole = _device.empty_beside(part, [self._world_size * bucket.slot], bucket.dtype)
+                gathering = collectives.all_gather(whole, part, agree.group_of(part.device))
+                if before is not None:
+                    self._spread(*before)
+                before = (bucket, gathering, whole)
             if before is not None:
                 self._spread(*before)
-            before = (bucket, gathering, whole)
-        if before is not None:
-            self._spread(*before)
-        has = _device.accelerator.has
-        devices = {bucket.params[0].tensor.device for bucket in self._layout.buckets if has(bucket.params[0].tensor)}
-        self._reading = [_device.accelerator.record(_device.accelerator.current_stream(device)) for device in devices]
+            has = _device.accelerator.has
+            devices = {bucket.params[0].tensor.device for bucket in self._layout.buckets if has(bucket.params[0].tensor)}
+            self._reading = [_device.accelerator.record(_device.accelerator.current_stream(device)) for device in devices]
 
     def _parts(self, job: Any) -> Iterator[tuple[Bucket, Tensor]]:
         """Yields this rank's part of each bucket once it has arrived, by way of the host."""

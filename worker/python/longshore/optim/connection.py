@@ -148,33 +148,28 @@ def _ranks(options: Options, params: list[Param]) -> Ranks | None:
     sharded = any(is_sharded(param.tensor) for param in params)
     if not sharded and (options.place()[1] == 1 or options.partition is None):
         return None
-    place = agree.place()
+    rank, world_size = agree.place()
     collectives.begin()
     with collectives.telling():
-        return _ranks_of_way(options, params, sharded, place)
-
-
-def _ranks_of_way(options: Options, params: list[Param], sharded: bool, place: tuple[int, int]) -> Ranks:
-    rank, world_size = place
-    if options.place() != (rank, world_size):
-        given = "rank {} of {}".format(*options.place())
-        limit = f"rank {rank} of {world_size}, as torch.distributed has it"
-        raise invalid("rank and world_size", given, limit, "leave both out, and RANK and WORLD_SIZE to torchrun")
-    if sharded:
-        if options.partition is not None:
-            limit = "None with parameters that are DTensors"
-            raise invalid("partition", repr(options.partition), limit, "leave it out: they are partitions already")
-        return Sharded(params)
-    if options.partition == "all-reduced":
-        return Reduced(params)
-    if ranks.has_ddp(param.tensor for param in params):
-        raise invalid(
-            "partition",
-            "'reduce-scatter' with DistributedDataParallel",
-            "'all-reduced' with it",
-            "it has reduced the gradients already: pass partition='all-reduced', or leave the model unwrapped",
-        )
-    return Scattered(params, torch.float32 if options.reduce_dtype == "fp32" else None)
+        if options.place() != (rank, world_size):
+            given = "rank {} of {}".format(*options.place())
+            limit = f"rank {rank} of {world_size}, as torch.distributed has it"
+            raise invalid("rank and world_size", given, limit, "leave both out, and RANK and WORLD_SIZE to torchrun")
+        if sharded:
+            if options.partition is not None:
+                limit = "None with parameters that are DTensors"
+                raise invalid("partition", repr(options.partition), limit, "leave it out: they are partitions already")
+            return Sharded(params)
+        if options.partition == "all-reduced":
+            return Reduced(params)
+        if ranks.has_ddp(param.tensor for param in params):
+            raise invalid(
+                "partition",
+                "'reduce-scatter' with DistributedDataParallel",
+                "'all-reduced' with it",
+                "it has reduced the gradients already: pass partition='all-reduced', or leave the model unwrapped",
+            )
+        return Scattered(params, torch.float32 if options.reduce_dtype == "fp32" else None)
 
 
 class Connection:
@@ -274,7 +269,9 @@ class Connection:
         if self.ranks is not None:
             version, applied = self.ranks.start(self.job, self.name, filling, found, self._kept, in_units=in_units)
         else:
-            version, applied = self._first(lambda: self._start(filling, found, in_units))
+            version, applied = agree.rank_0_first(
+                self.name, *self._place, lambda: self._start(filling, found, in_units), is_shared=False
+            )
         wanted = filling.applied if filling else None
         if wanted is not None and (version, applied) != (0, wanted):
             raise invalid(
@@ -378,11 +375,6 @@ class Connection:
         del held, frozen_held
         return started
 
-    def _first(self, start: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-        if self.world_size == 1:
-            return start()
-        return agree.rank_0_first(self.name, *self._place, start, is_shared=False)
-
     def frozen(self) -> list[Param]:
         """Returns the frozen parameters that servers keep and each rank has whole."""
         return self._kept.whole()
@@ -470,18 +462,9 @@ class Connected(torch.optim.Optimizer):
     #: Number of updates that made the weights.
     _applied: Tensor
 
-    @property
-    def version(self) -> int:
-        raise NotImplementedError
-
-    def _new_connection(self) -> Connection:
-        raise NotImplementedError
-
-    def _opened(self, *, in_step: bool = False) -> Connection:
-        raise NotImplementedError
-
-    def _start(self, connection: Connection, *, found: bool = False, in_step: bool = False, held: int | None = None) -> Connection:
-        raise NotImplementedError
-
-    def _stream_anew(self) -> None:
-        raise NotImplementedError
+    # Methods of the parts.
+    version: Any
+    _new_connection: Callable[[], Connection]
+    _opened: Callable[..., Connection]
+    _start: Callable[..., Connection]
+    _stream_anew: Callable[[], None]

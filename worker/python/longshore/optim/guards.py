@@ -280,7 +280,8 @@ class Watch:
         if all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
             return
         here = list(self._parameters())
-        gone = self._gone(here)
+        ids = {id(tensor) for _, tensor in here}
+        gone = [_plain(name) for name, tensor in self._params if id(tensor) not in ids]
         # A frozen replacement counts in the place of an optimizer's parameter: it may train later.
         new = {name: tensor for name, tensor in here if (tensor.requires_grad or name in gone) and not self._is_known(tensor)}
         if gone and new:
@@ -288,10 +289,6 @@ class Watch:
             other = name if name in new else next(iter(new))
             raise _replaced(name, other, new[other])
         self._note()
-
-    def _gone(self, here: list[tuple[str, Tensor]]) -> list[str]:
-        ids = {id(tensor) for _, tensor in here}
-        return [_plain(name) for name, tensor in self._params if id(tensor) not in ids]
 
     def _is_known(self, tensor: Tensor) -> bool:
         found = self._known.get(id(tensor))

@@ -306,10 +306,8 @@ def check_groups(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], ru
     Raises:
         StateError: naming the group and the parameter.
     """
-    saved = state_dict["param_groups"]
-    if len(saved) != len(groups):
-        check_sizes(state_dict, groups)
-    for index, (theirs, mine) in enumerate(zip(saved, groups, strict=True)):
+    check_sizes(state_dict, groups)
+    for index, (theirs, mine) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         decoupled = theirs.get("decoupled_weight_decay", rule == "adamw")
         if rule in ("adam", "adamw") and decoupled != (rule == "adamw"):
             kind = "AdamW" if decoupled else "Adam"
@@ -320,4 +318,3 @@ def check_groups(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], ru
             if theirs_ != mine_:
                 remedy = "build the optimizer with the param groups that the state was saved with"
                 raise invalid(f"param_groups[{index}]", theirs_, f"{mine_}, as in this optimizer", remedy, StateError)
-    check_sizes(state_dict, groups)

@@ -189,8 +189,12 @@ class Options:
                 "'reduce-scatter' with streaming=True",
                 "gradients leave before another has reduced them: let the optimizer do it, without DistributedDataParallel",
             )
+        if self.trains_later and self.missing_gradients not in (None, "skip"):
+            remedy = "leave it out: what does not train yet has no gradient, and zeros for it would let its weights decay"
+            raise invalid("missing_gradients", repr(self.missing_gradients), "'skip' with frozen='train-later'", remedy)
         if self.trains_later and self.on_missing() != "skip":
-            raise self._cannot_train_later()
+            remedy = "it cannot leave parameters out of a step, and what does not train yet has to be: choose another, or unfreeze before the first step"
+            raise invalid("state", "'block8'", "'fp32' or 'bf16' with frozen='train-later'", remedy)
         if self.accumulate < 1:
             raise invalid("accumulate", self.accumulate, "at least 1", "count the backward passes of a step")
         if self.accumulate > 1 and not self.streaming:
@@ -216,13 +220,6 @@ class Options:
             )
         if world_size > 1 and self.job is None:
             raise invalid("job", None, "a name with several ranks", "pass the same job= on every rank")
-
-    def _cannot_train_later(self) -> Exception:
-        if self.missing_gradients is not None:
-            remedy = "leave it out: what does not train yet has no gradient, and zeros for it would let its weights decay"
-            return invalid("missing_gradients", repr(self.missing_gradients), "'skip' with frozen='train-later'", remedy)
-        remedy = "it cannot leave parameters out of a step, and what does not train yet has to be: choose another, or unfreeze before the first step"
-        return invalid("state", "'block8'", "'fp32' or 'bf16' with frozen='train-later'", remedy)
 
     @property
     def trains_later(self) -> bool:

@@ -277,7 +277,7 @@ class Staging:
         self._free: dict[tuple[torch.Size, torch.dtype, bool], list[tuple[Tensor, Any]]] = {}
 
     def take(self, tensor: Tensor) -> Tensor:
-        free = self._free.get(_kind(tensor.shape, tensor.dtype, _device.accelerator.has(tensor)))
+        free = self._free.get((tensor.shape, tensor.dtype, _device.accelerator.has(tensor)))
         if not free:
             return host_memory(tensor)
         staged, copied = free.pop(0)
@@ -287,9 +287,4 @@ class Staging:
 
     def give_back(self, staged: Tensor, copied: Any) -> None:
         """Takes staging memory back. ``copied`` is the event after the last copy that reads it."""
-        kind = _kind(staged.shape, staged.dtype, copied is not None)
-        self._free.setdefault(kind, []).append((staged, copied))
-
-
-def _kind(shape: torch.Size, dtype: torch.dtype, is_locked: bool) -> tuple[torch.Size, torch.dtype, bool]:
-    return shape, dtype, is_locked
+        self._free.setdefault((staged.shape, staged.dtype, copied is not None), []).append((staged, copied))

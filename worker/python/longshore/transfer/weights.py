@@ -20,7 +20,7 @@ from longshore.transfer import device as _device
 from longshore.transfer import tensors as _tensors
 from longshore.transfer.device import is_plain
 from longshore.transfer.params import Columns, Param, Place, check_unchanged, is_image, is_sharded
-from longshore.transfer.pinned import Lending
+from longshore.transfer.pinned import Lending, host_memory
 
 if TYPE_CHECKING:
     from longshore._longshore import Job
@@ -285,10 +285,7 @@ class Weights:
         if copy is not None:
             _device.accelerator.wait(copy)
         if param.index not in self._staged:
-            if _device.accelerator.has(param.tensor):
-                self._staged[param.index] = _device.accelerator.locked(param.shape, param.dtype)
-            else:
-                self._staged[param.index] = _device.host_empty(param.shape, param.dtype)
+            self._staged[param.index] = host_memory(param.tensor)
 
     def _note_what_came_before(self) -> None:
         """Records the devices' current work, which may read the older weights."""

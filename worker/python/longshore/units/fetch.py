@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed
@@ -22,7 +22,7 @@ from longshore.distributed import agree, collectives
 from longshore.errors import LongshoreError, UsageError, WaitError
 from longshore.transfer import device as _device
 from longshore.transfer.params import DTYPES
-from longshore.transfer.pinned import Lending, Run, Staging
+from longshore.transfer.pinned import Lending, Run
 from longshore.units.model import Member, Span, Unit
 
 
@@ -309,23 +309,14 @@ def _digest(what: Iterable[int | str]) -> int:
 _PERIOD = 0.1
 
 
-class Source(Protocol):
-    """The part of :class:`longshore.units.fetching.Fetcher` that this module uses."""
-
-    rounds: Rounds | None
-    lending: Lending | None
-    staging: Staging
-    version: int
-
-    def begin(self, members: list[Member], *, ahead: bool, shared: bool = False) -> "Fetch": ...
-
-    def stream(self, device: torch.device) -> Any: ...
+#: A :class:`longshore.units.fetching.Fetcher`, whose module imports this one.
+Fetcher = Any
 
 
 class Fetch:
     """A fetch of some members' weights."""
 
-    def __init__(self, fetcher: Source, members: list[Member]) -> None:
+    def __init__(self, fetcher: Fetcher, members: list[Member]) -> None:
         self.members = members
         #: The background wait for the weights, and the pull that can cancel it.
         self.read: Future[None] | None = None
@@ -373,7 +364,7 @@ class Fetch:
             for device, copied in (self._copied or {}).items():
                 _device.accelerator.let_wait(_device.accelerator.current_stream(device), copied)
         except BaseException:
-            self._end()
+            self.give_up()
             raise
 
     def finish_together(self, name: str, place: int, *, is_backward: bool) -> bool:
@@ -401,7 +392,7 @@ class Fetch:
                 rounds.gather([(whole, part) for _, whole, part in self.shared])
                 return True
         except BaseException:
-            self._end()
+            self.give_up()
             raise
         self.finish_alone()
         return False
@@ -414,11 +405,7 @@ class Fetch:
         again.finish()
 
     def give_up(self) -> None:
-        """Ends the fetch. Nothing writes to the members afterwards."""
-        self._end()
-
-    def _end(self) -> None:
-        """Ends all writes to the members, whose memory is released next."""
+        """Ends the fetch. Nothing writes to the members afterwards, whose memory is released next."""
         for wait_ in (self.pull, self.lent):
             if wait_ is not None:
                 wait_.cancel()

@@ -7,7 +7,7 @@ recomputes a module, and puts the unit's hooks on top of its own.
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -20,40 +20,35 @@ from longshore.errors import UsageError
 from longshore.units.model import Member, Unit
 from longshore.units.residency import Residency, is_in_backward
 
-_autograd: Any = torch._C._autograd
+_graph: Any = torch._C._autograd
 #: torch's context of hooks around a checkpointed function, if this torch has it and does not run backward itself.
 _HOOK: Any = getattr(checkpoint, "_checkpoint_hook", None)
 
 
-def follow(on_again: Callable[[Any], bool], off: Callable[[], None]) -> None:
+def _follow_checkpoints() -> None:
     """Puts the unit's hooks on top of a checkpoint's hooks in forward, too.
 
     torch counts the tensors that a checkpointed function saves, in forward and in recomputation, and both must agree. In recomputation no
     unit's module runs, and directly used weights go to the package's hooks. So forward needs these hooks on top, too.
-
-    Args:
-        on_again: puts hooks on top if the earlier top hooks are of a running unit; returns whether it did.
-        off: removes these hooks.
     """
     if _HOOK is None or hasattr(_HOOK, "_longshore_follows"):
         return
     enter, leave = _HOOK.__enter__, _HOOK.__exit__
 
     def enter_(self: Any) -> Any:
-        before = _autograd._top_saved_tensors_default_hooks(True)
+        before = _graph._top_saved_tensors_default_hooks(True)
         entered = enter(self)
-        self._longshore_is_on = on_again(before)
+        self._longshore_is_on = before is not None and isinstance(before[0], _Pack)
+        if self._longshore_is_on:
+            Saving(before[0].home).on()
         return entered
 
     def leave_(self: Any, *error: Any) -> Any:
         if self._longshore_is_on:
-            off()
+            Saving.off()
         return leave(self, *error)
 
     _HOOK.__enter__, _HOOK.__exit__, _HOOK._longshore_follows = enter_, leave_, True
-
-
-_graph: Any = torch._C._autograd
 
 
 class Saving:
@@ -65,17 +60,14 @@ class Saving:
     def on(self) -> None:
         """Puts these hooks on top of others, such as activation checkpointing. Other hooks get everything but weights."""
         below = _graph._top_saved_tensors_default_hooks(True)
-        if self._is_ours(below):
+        if self.is_ours(below):
             pack, unpack = below
         else:
             pack, unpack = _Pack(self._home, below), self._unpack
         _graph._push_saved_tensors_default_hooks(pack, unpack)
 
-    def is_on_top(self) -> bool:
-        """Returns whether these hooks are on top."""
-        return self._is_ours(_graph._top_saved_tensors_default_hooks(True))
-
-    def _is_ours(self, hooks: Any) -> bool:
+    def is_ours(self, hooks: Any) -> bool:
+        """Returns whether ``hooks`` are these ones."""
         return hooks is not None and isinstance(hooks[0], _Pack) and hooks[0].home is self._home
 
     @staticmethod
@@ -87,7 +79,7 @@ class Saving:
         above: list[Any] = []
         while (top := _graph._top_saved_tensors_default_hooks(True)) is not None:
             self.off()
-            if self._is_ours(top):
+            if self.is_ours(top):
                 break
             above.append(top)
         for pack, unpack in reversed(above):
@@ -106,14 +98,6 @@ class Saving:
             # Backward builds a graph of its own, which saves weights as well. The hooks stay until the running node is done.
             self.on()
         return saved.get()
-
-
-def _on_again(before: Any) -> bool:
-    """Puts a unit's hooks on top again, if the earlier top hooks are a unit's. Returns whether it did."""
-    is_ours = before is not None and isinstance(before[0], _Pack)
-    if is_ours:
-        Saving(before[0].home).on()
-    return is_ours
 
 
 class _Pack:
@@ -213,9 +197,8 @@ class ModuleHooks:
         self._running: list[_Run] = []
         #: The running modules, including those around units. The outermost one decides whether the call may train.
         self._calls: list[nn.Module] = []
-        self._handles: list[Any] = []
         home.unwind = self.unwind
-        follow(_on_again, Saving.off)
+        _follow_checkpoints()
         needed = list(_needed(model, home.units))
         for module, units in needed:
             self._register(module, *self._hooks(units))
@@ -223,15 +206,9 @@ class ModuleHooks:
         for module in _around(model, [module for module, _ in needed]):
             self._register(module, lambda module, _: self._begin(module), lambda module, _, output: self._end(module))
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
     def _register(self, module: nn.Module, before: Any, after: Any) -> None:
-        self._handles += [
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after, always_call=True)
 
     def _hooks(self, units: list[Unit]) -> tuple[Any, Any]:
         def before(module: nn.Module, args: Any) -> None:
@@ -320,7 +297,7 @@ class ModuleHooks:
         if not self._running or self._running[-1].thread != threading.get_ident():
             return None
         around = self._running[-1].units
-        if all(unit in around for unit in units) and self._saving.is_on_top() and self._home.still_uses(units):
+        if all(unit in around for unit in units) and self._saving.is_ours(_graph._top_saved_tensors_default_hooks(True)) and self._home.still_uses(units):
             return around
         return None
 

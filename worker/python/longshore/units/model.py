@@ -211,8 +211,6 @@ def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _named(model: nn.Module, named: Sequence[Named]) -> dict[str, nn.Module]:
-    if isinstance(named, (str, type, nn.Module)):
-        named = [named]
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
     for item in named:
