@@ -1,10 +1,6 @@
 """A rank of test_failing_ranks.py: rank 1 fails where the others come to a collective. Starts like a process of torchrun."""
 
 import datetime
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +8,9 @@ from typing import Any
 import rank_program
 from rank import loss, net
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
 
 import longshore
-from longshore.distributed import collectives, ranks, reduced
+from longshore.distributed import ranks, reduced
 from longshore.errors import WaitError
 
 #: Timeout of torch.distributed in seconds. An error that comes sooner has another cause.
@@ -103,33 +98,6 @@ def opens(options: dict[str, Any]) -> Callable[[], None]:
     return act
 
 
-def uploads(options: dict[str, Any]) -> Callable[[], None]:
-    """Ctrl-C on a rank whose first weights do not get to rank 0."""
-    model = net()
-    fully_shard(model)
-    if distributed.get_rank() == FAILS:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        distributed.send = lambda *_: threading.Event().wait()
-        threading.Thread(target=_press, args=(threading.get_ident(),), daemon=True).start()
-
-    def act() -> None:
-        longshore.AdamW(model.named_parameters(), **options).open()
-
-    return act
-
-
-def _press(thread: int) -> None:
-    """Presses Ctrl-C once a thread waits for its sends."""
-    is_waiting = False
-    while not is_waiting:
-        time.sleep(0.001)  # the watched thread needs the interpreter
-        frame = sys._current_frames()[thread]
-        while frame is not None and not is_waiting:
-            is_waiting = frame.f_code is collectives.Apart.wait.__code__
-            frame = frame.f_back
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 def said(act: Callable[[], None]) -> dict[str, Any]:
     kind, message, start = None, "", time.monotonic()
     try:
@@ -139,7 +107,7 @@ def said(act: Callable[[], None]) -> dict[str, Any]:
     return {"kind": kind, "message": message, "seconds": time.monotonic() - start}
 
 
-WAYS = {"waits": waits, "interrupted": interrupted, "streams": streams, "pushes": pushes, "opens": opens, "uploads": uploads}
+WAYS = {"waits": waits, "interrupted": interrupted, "streams": streams, "pushes": pushes, "opens": opens}
 
 
 def make(what: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -249,8 +249,6 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
         if report is not None:  # a delayed step's report comes later
             found["norms"].append(report.grad_norm)
             found["bytes"].append((report.pushed_bytes, report.pulled_bytes))
-        if "deadly" in options["job"]:
-            print(optimizer.version, found["losses"][-1].hex(), flush=True)
     optimizer.flush()
     if saves is not None:
         save(optimizer, Path(saves["folder"]), everyone=saves["everyone"])
@@ -282,22 +280,6 @@ def save_alone(optimizer: longshore.AdamW) -> None:
     if distributed.get_rank() == 0:
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.save_safetensors(optimizer, Path(folder) / "model", dtype="fp32")
-
-
-def opens(options: dict[str, Any]) -> dict[str, Any]:
-    """Opens a job on servers that lack drives for it, and then a job that they can have."""
-    found: dict[str, Any] = {"told": []}
-    for tier in ("nvme", "nvme", "memory"):
-        model = net()
-        try:
-            optimizer = longshore.AdamW(model.named_parameters(), tier=tier, **options)
-            optimizer.open()
-            loss(model, 0, distributed.get_rank()).backward()
-            optimizer.step()
-            found["version"] = optimizer.version
-        except longshore.errors.LongshoreError as error:
-            found["told"].append(f"{type(error).__name__}: {error}")
-    return found
 
 
 def placements(chance: random.Random, dims: int, mesh: DeviceMesh) -> list[Any]:
@@ -353,11 +335,11 @@ class Half(nn.Module):
         return self.sometimes(hidden) if distributed.get_rank() == 0 else hidden
 
 
-def on_mesh(mesh: DeviceMesh, given: list[Any], layers: int = 1) -> nn.Module:
+def on_mesh() -> nn.Module:
     """Returns layers without biases on a mesh."""
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     for layer in model:
-        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, given))
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)]))
     return model
 
 
@@ -367,35 +349,21 @@ def partial() -> nn.Module:
     return model
 
 
-def sharded(way: str) -> nn.Module:
+def fsdp_layer() -> nn.Module:
     model = net()
-    fully_shard(model.odd if way == "fsdp layer" else model)
+    fully_shard(model.odd)
     return model
-
-
-def later_in_ddp() -> nn.Module:
-    """DistributedDataParallel does not know parameters that are frozen when it is built."""
-    model = net("later")
-    model.set_trained(0)
-    return DistributedDataParallel(model)
 
 
 #: By case that is refused: its model, where that is not :class:`Net`.
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     "missing": Half,
-    "missing streaming": Half,
     "ddp": lambda: DistributedDataParallel(net()),
     "ddp streaming": lambda: DistributedDataParallel(net()),
-    "fsdp layer": lambda: sharded("fsdp layer"),
-    "fsdp written": lambda: sharded("fsdp"),
+    "fsdp layer": fsdp_layer,
     "first weights": lambda: prepare("sum")[0],
-    "short": lambda: nn.Linear(2, 1, bias=False),
-    "later in ddp": later_in_ddp,
-    "absent": lambda: on_mesh(DeviceMesh("cpu", [0, 1]), [Shard(0)]),
     "partial": partial,
-    "few": lambda: on_mesh(init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)]),
-    "placed written": lambda: on_mesh(init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)], layers=4),
-    "placed unreduced": lambda: on_mesh(init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)], layers=4),
+    "placed written": on_mesh,
 }
 
 
@@ -407,17 +375,15 @@ def refused(case: str, options: dict[str, Any]) -> str:
         options = {**options, "warmup_steps": 7}
     if case == "world":
         options = {**options, "rank": rank % 2, "world_size": 2}
-    inputs = torch.randn(4, {"short": 2, "later in ddp": Later.width}.get(case, 64), generator=torch.Generator().manual_seed(rank))
+    inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
     try:
         optimizer = longshore.AdamW(model.named_parameters(), **options)
         # Factor 1.0 writes the same values, which is permitted. Other factors are refused.
-        for step, factor in enumerate((1.0, 1.5, 1.0)):
-            if case == "later in ddp":
-                model.module.set_trained(2 * step)
+        for factor in (1.0, 1.5, 1.0):
             optimizer.zero_grad()
-            if case.startswith(("absent", "partial", "few", "placed")):
+            if case.startswith(("partial", "placed")):
                 for param in model.parameters():
-                    param.grad = (torch.ones_like(param) * (1 + (rank if case == "placed unreduced" else 0))).detach()
+                    param.grad = torch.ones_like(param).detach()
             else:
                 model(inputs).sum().backward()
             optimizer.step()
@@ -432,8 +398,8 @@ def refused(case: str, options: dict[str, Any]) -> str:
 
 def make(way: str, options: dict[str, Any]) -> Any:
     """Runs a way. A way of "!" and a case is refused."""
-    if way in ("opens", "fills"):
-        return opens(options) if way == "opens" else fills(options["seed"])
+    if way == "fills":
+        return fills(options["seed"])
     return refused(way[1:], options) if way.startswith("!") else train(way, options)
 
 

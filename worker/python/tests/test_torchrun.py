@@ -7,15 +7,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from conftest import ended_after, several
 from forked import Forked
 from rank import STEPS
 from test_ranks import are_equal, run
 
-from longshore.distributed import agree
-from longshore.errors import LongshoreError
 
 #: The version at which rank 1 kills itself, before its step.
 DIES_AT = 3
@@ -46,25 +43,3 @@ def test_a_rank_that_is_killed_comes_again(tmp_path: Path) -> None:
     assert undisturbed["hash"] == restarted["hash"] and undisturbed["hash"][0] == STEPS
     assert restarted["losses"] == undisturbed["losses"][DIES_AT:]
     assert are_equal(undisturbed["weights"], restarted["weights"])
-
-
-def test_what_rank_0_said_before_it_was_started_again_is_old(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's store may outlive the ranks."""
-
-    def fail() -> None:
-        raise LongshoreError("the server of shard 3 did not answer")
-
-    def look(store: Any, job: str, number: int) -> None:
-        """Looks once instead of until rank 0 has written."""
-        if not store.check([agree._key(job, number)]):
-            raise LookupError(job)
-
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(agree, "can_meet", lambda world_size: True)
-    monkeypatch.setattr(agree, "_wait", look)
-    # Rank 0 fails. The other rank, as a separate process, looks in the same attempt and in the next one.
-    for rank, count, error in ((0, "1", LongshoreError), (1, "1", LongshoreError), (1, "2", LookupError)):
-        monkeypatch.setattr(agree, "_known", {})
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        with pytest.raises(error):
-            agree.rank_0_first("job", rank, 2, fail if rank == 0 else lambda: None, is_shared=True)

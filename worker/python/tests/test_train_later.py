@@ -1,16 +1,12 @@
 """Gradual unfreezing: parameters frozen at the first step train later. A rank runs rank.py."""
 
-import pathlib
-import signal
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import models
 import pytest
 import torch
-from conftest import running, several
-from forked import Forked
+from conftest import several
 from models import distance, same_bits
 from rank import Later, net
 from test_ranks import Found, are_equal, run_named
@@ -113,46 +109,6 @@ def test_units_have_the_bits_of_the_model_in_one_piece(delay: int) -> None:
     assert same_bits(trained(in_units, **delayed), trained(later, **delayed))
 
 
-def test_a_model_of_init_may_be_frozen_in_part() -> None:
-    with longshore.Init(budget="100KiB"):
-        model = net("later")
-    optimizer = later(model, streaming=True)
-    longshore.shard(model, optimizer, budget=3 * Later.layer)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    train(model, optimizer, range(4))
-    moved = {place // 2 for place, parameter in enumerate(model.parameters()) if not torch.equal(parameter, before[place])}
-    assert moved == {1, 2}
-
-
-KILLED = """
-import os, signal, torch
-torch.set_num_threads(1)
-from test_train_later import *
-model = net("later")
-optimizer = later(model, servers={servers!r}, job="killed", streaming=True)
-train(model, optimizer, range(3))
-model.set_trained(3)
-model.loss(3).backward()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_process_that_finds_the_job_goes_on_to_the_bit(servers: str) -> None:
-    """The set of parameters that require a gradient in the new process does not matter. The first process is killed when a step's gradients
-    have left."""
-    killed = Forked(KILLED.format(servers=servers))
-    assert killed.wait(timeout=120) == -signal.SIGKILL
-    options = {**LATER, "servers": servers, "job": "killed"}
-    for first, end, as_in, streaming in ((3, 6, 9, True), (6, STEPS, 0, False)):
-        model = net("later", seed=first)
-        model.set_trained(as_in)
-        optimizer = longshore.AdamW(model.named_parameters(), streaming=streaming, **options)
-        assert optimizer.version == first
-        train(model, optimizer, range(first, end))
-        optimizer.close()
-    assert same_bits(model, trained(later))
-
-
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{way} later": (way, {}) for way in ("sum", "scatter", "fsdp", "ddp")},
     **{f"{way} watched": (way, {"frozen": "leave"}) for way in ("sum", "scatter", "fsdp", "ddp")},
@@ -193,44 +149,6 @@ def test_a_state_of_torch_has_none_of_what_does_not_train_yet() -> None:
     assert [float(full[place]["step"]) for place in full] == [float(expected[place]["step"]) for place in full]
 
 
-def test_an_engine_saves_and_goes_back_with_what_is_frozen(tmp_path: pathlib.Path) -> None:
-    """Weights in a checkpoint of the servers are not written beside it. Leaving out is the default in place of DeepSpeed's zeros."""
-    with running("--checkpoint-dir", str(tmp_path / "kept")) as servers:
-        model, other = net("later"), net("later", seed=1)
-        job = {"servers": servers, "job": "engine", "frozen": "train-later"}
-        config = {"gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}, "longshore": job}
-
-        def steps(engine: longshore.Engine, numbers: range) -> None:
-            for number in numbers:
-                engine.module.set_trained(number)
-                engine.backward(engine.module.loss(number))
-                engine.step()
-
-        model.set_trained(0)
-        engine = longshore.initialize(model=model, config=config)[0]
-        steps(engine, range(6))
-        engine.save_checkpoint(str(tmp_path / "saved"))
-        assert torch.load(tmp_path / "saved" / "global_step6" / "engine.pt", weights_only=True)["module"] == {}
-        steps(engine, range(6, 8))
-        engine.optimizer.close()
-        back = longshore.initialize(model=other, config=config)[0]
-        with pytest.warns(UserWarning, match="goes back from version 8 to 6"):
-            back.load_checkpoint(str(tmp_path / "saved"))
-        steps(back, range(6, STEPS))
-        back.optimizer.close()
-        assert same_bits(other, trained(later))
-
-
-def test_nothing_is_said_of_what_is_frozen() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    optimizer = longshore.AdamW(model.named_parameters(), frozen="train-later")
-    with warnings.catch_warnings(action="error"):
-        for _ in range(101):
-            model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -243,12 +161,6 @@ def test_what_cannot_leave_parameters_out_is_refused(options: dict[str, Any], sa
         later(net("later"), **options)
 
 
-def test_what_no_server_could_keep_is_named_while_it_is_frozen() -> None:
-    odd = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False)
-    with pytest.raises(errors.InvalidError, match=r"odd is torch\.float64"):
-        longshore.AdamW([*net("later").named_parameters(), ("odd", odd)], **LATER)
-
-
 @pytest.mark.parametrize("frozen", ["leave", "keep"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_unfreezing_without_the_option_is_refused_by_name(frozen: str, streaming: bool) -> None:
@@ -257,12 +169,3 @@ def test_unfreezing_without_the_option_is_refused_by_name(frozen: str, streaming
     with pytest.raises(errors.UsageError, match=r"layers\.1\.weight is trained now, but must be frozen, as when the job was opened.*new optimizer, with frozen='train-later'"):
         train(model, optimizer, range(5))
     assert optimizer.version == 2
-
-
-def test_a_layer_that_is_replaced_while_it_is_frozen_is_named() -> None:
-    model = net("later")
-    optimizer = later(model)
-    optimizer.watch(model)
-    model.layers[0] = nn.Linear(144, 144)
-    with pytest.raises(errors.UsageError, match=r"layers\.0\.weight is out of the model"):
-        train(model, optimizer, range(1))

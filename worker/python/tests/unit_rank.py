@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -41,15 +40,6 @@ class LeavesOut(Deep):
     def loss(self, step: int) -> Tensor:
         self.batch = step // RANKS
         return super().loss(step)
-
-
-class Built(Deep):
-    """Converts nothing, so that it can be built without weights."""
-
-    def __init__(self, depth: int, width: int, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)
-        self.layers = nn.ModuleList(nn.Linear(width, width, dtype=dtype) for _ in range(depth))
-        self.dtype = dtype
 
 
 class Checkpointed(Deep):
@@ -105,7 +95,6 @@ def transformer(**options: bool) -> Transformer:
 #: By name: functions that make a model, the same one on all ranks.
 MODELS: dict[str, Callable[[], Any]] = {
     "deep": deep,
-    "built": lambda: deep(Built),
     "leaves out": lambda: deep(LeavesOut),
     "tied": lambda: transformer(tied=True),
     "checkpoint": lambda: transformer(use_reentrant=False),
@@ -116,11 +105,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def model_of(name: str, rounds: bool = False, made: int | None = None, room: int | None = None) -> Any:
-    """Returns a model with the same weights on all ranks. With ``room``, that many bytes of them are in memory, and a file has the rest.
-    ``made`` is the seed of its random numbers."""
-    torch.manual_seed(made or 0)
-    with longshore.Init(budget=room or "1GiB", enabled=made is not None or room is not None):
+def model_of(name: str, rounds: bool = False, room: int | None = None) -> Any:
+    """Returns a model with the same weights on all ranks. With ``room``, that many bytes of them are in memory, and a file has the rest."""
+    torch.manual_seed(0)
+    with longshore.Init(budget=room or "1GiB", enabled=room is not None):
         model = MODELS[name]()
     for parameter in model.parameters():
         if parameter.requires_grad and rounds:
@@ -155,17 +143,13 @@ def differences(model: nn.Module, expected: dict[str, Tensor]) -> list[str]:
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Trains, and returns the results. Without ``weights`` the model is in one piece."""
     rank, micro_steps = distributed.get_rank(), options.get("accumulate", 1)
-    weights, budget, made, room, files, given = (options.pop(name, None) for name in ("weights", "budget", "made", "room", "files", "given"))
+    weights, budget, room = (options.pop(name, None) for name in ("weights", "budget", "room"))
     alone, keep, writes = (options.pop(name, False) for name in ("alone", "keep", "writes"))
-    model = model_of(options.pop("model", "deep"), rounds="partition" in options, made=made, room=room)
-    if given:
-        model.load_state_dict(torch.load(given))
+    model = model_of(options.pop("model", "deep"), rounds="partition" in options, room=room)
     kept: dict[int, Tensor] = {}
     for parameter in model.parameters() if keep else ():
         parameter.register_post_accumulate_grad_hook(lambda tensor: kept.update({id(tensor): tensor.grad.clone()}))
     optimizer = optimizer_of(model, options)
-    if files:
-        longshore.checkpoint.load_safetensors(optimizer, files, strict=True)
     sharded = None
     if weights is not None:
         sharded = longshore.shard(model, optimizer, budget, weights=None if weights == "default" else weights)
@@ -275,28 +259,6 @@ def back(options: dict[str, Any]) -> dict[str, Any]:
     return {"version": optimizer.version, "first": first, "again": losses(range(2, 5)), "way": sharded.weights}
 
 
-def engine(options: dict[str, Any]) -> dict[str, Any]:
-    """Trains a model built within Init, in an engine of stage 3."""
-    model = model_of(options.pop("model"), rounds=True, made=options.pop("made"))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": options.pop("max_grad_norm"),
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
-        "zero_optimization": {"stage": 3},
-        "longshore": options,
-    }
-    trained, optimizer, *_ = longshore.initialize(model=model, config=config)
-    losses = []
-    for step in range(STEPS):
-        loss = model.loss(batch(step, 0, 1, distributed.get_rank()))
-        trained.backward(loss)
-        trained.step()
-        losses.append(loss.item())
-    state = copied(model)
-    trained.destroy()
-    return {"losses": losses, "state": state, "in units": optimizer.is_in_units}
-
-
 def left_alone(options: dict[str, Any]) -> str:
     """Rank 0 trains on, and the other ranks do something else."""
     store = distributed.distributed_c10d._get_default_store()
@@ -319,23 +281,15 @@ def left_alone(options: dict[str, Any]) -> str:
 
 
 def loaded(options: dict[str, Any]) -> dict[str, Any]:
-    """Loads another base, or the one that ``what`` names, between the job's opening and ``shard``. Returns the losses of a model in one
-    piece with these weights, of training and of evaluation. Also returns the names of weights that differ from the loaded ones."""
-    rank, what, budget = distributed.get_rank(), options.pop("what"), options.pop("budget")
+    """Rank 1 loads another base between the job's opening and ``shard``. Returns the losses of a model in one piece with these weights, of
+    training and of evaluation, and the names of weights that differ from the loaded ones."""
+    budget, factor = options.pop("budget"), 2.0 if distributed.get_rank() == 1 else 1.0
     model = model_of("adapters")
     optimizer = optimizer_of(model, options)
     optimizer.open()
-    if what == "element":
-        # The element lies in the part of rank 0, and no version counter changes.
-        model.layers[1].base.weight.data[0, 0] += 1.0
-    else:
-        factor = 2.0 if what == "all" or (what == "one rank" and rank == 1) else 1.0
-        model.load_state_dict({name: value * (factor if ".base." in name else 1.0) for name, value in model.state_dict().items()})
+    model.load_state_dict({name: value * (factor if ".base." in name else 1.0) for name, value in model.state_dict().items()})
     expected, base = model.loss(0).item(), {name: value for name, value in copied(model).items() if ".base." in name}
-    job = job_of(optimizer)
-    job.frozen_bytes = 0
     longshore.shard(model, optimizer, budget, weights="gathered")
-    compared = job.frozen_bytes
     trained = model.loss(0).item()
     model.eval()
     with torch.no_grad():
@@ -346,13 +300,13 @@ def loaded(options: dict[str, Any]) -> dict[str, Any]:
     optimizer.step()
     distributed.barrier()
     optimizer.close()
-    return {"losses": [expected, trained, evaluated], "differ": differ, "compared": compared}
+    return {"losses": [expected, trained, evaluated], "differ": differ}
 
 
 def ended(options: dict[str, Any]) -> dict[str, Any]:
-    """Ends in a way that not all ranks can learn of. Returns the bytes of frozen weights that a rank asked for during the end and in a
-    later evaluation, and the differences in its model."""
-    rank, how = distributed.get_rank(), options.pop("how")
+    """Closes, one rank after an error that the others cannot learn of. Returns the bytes of frozen weights that a rank asked for during the
+    end and in a later evaluation, and the differences in its model."""
+    rank = distributed.get_rank()
     model = model_of("adapters")
     optimizer = optimizer_of(model, options)
     sharded = longshore.shard(model, optimizer, 3_000_000, weights="gathered")
@@ -361,19 +315,11 @@ def ended(options: dict[str, Any]) -> dict[str, Any]:
     state, job = copied(model), job_of(optimizer)
     distributed.barrier()
     asked = job.frozen_bytes
-    if how == "gone":
-        del optimizer
-        gc.collect()
-    elif how == "one fails" and rank == 2:
-        try:
+    try:
+        if rank == 2:
             raise ValueError("a batch is broken")
-        except ValueError:
-            optimizer.close()
-    else:
-        if how == "one steps on" and rank == 2:
-            model.loss(rank)
-            with contextlib.suppress(errors.UsageError):
-                optimizer._units.meet()  # as step() does
+        optimizer.close()
+    except ValueError:
         optimizer.close()
     at_the_end = job.frozen_bytes - asked
     sharded.release()
@@ -382,7 +328,7 @@ def ended(options: dict[str, Any]) -> dict[str, Any]:
 
 #: By name: uses of a rank beside refusals.
 USES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    **{"train": train, "left alone": left_alone, "back": back, "engine": engine},
+    **{"train": train, "left alone": left_alone, "back": back},
     **{"loaded": loaded, "ended": ended},
 }
 
