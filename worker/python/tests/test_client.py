@@ -1,6 +1,5 @@
 """The plain client: NumPy and DLPack in and out, in each way that a job can run."""
 
-import copy
 import pathlib
 import subprocess
 import sys
@@ -89,26 +88,6 @@ def test_delayed_steps_equal_a_plain_delayed_loop() -> None:
     newest = client.pull()
     assert client.version == STEPS
     assert not same(newest, trained)
-
-
-@pytest.mark.parametrize("accumulate_on", ["servers", "worker"])
-def test_micro_steps_add_up_and_parameters_come_in_pieces(accumulate_on: str) -> None:
-    whole = longshore.Client(weights(), HYPER, max_grad_norm=0.5)
-    parts = longshore.Client(weights(), HYPER, max_grad_norm=0.5, accumulate=4, accumulate_on=accumulate_on)
-    summed, split = whole.pull(), parts.pull()
-    for step in range(STEPS):
-        micro = [gradients(summed, 4 * step + part) for part in range(4)]
-        whole.push({name: micro[0][name] + micro[1][name] + micro[2][name] + micro[3][name] for name in summed}, scale=0.5)
-        whole.commit()
-        for part in range(4):
-            for name, gradient in reversed(gradients(split, 4 * step + part).items()):
-                parts.push({name: gradient}, scale=0.5)
-        parts.commit()
-        summed, split = whole.pull(), parts.pull()
-    assert parts.last_report.grad_norm == pytest.approx(whole.last_report.grad_norm, rel=1e-4)
-    assert whole.last_report.clip_coefficient < 1
-    for name in summed:
-        np.testing.assert_allclose(split[name], summed[name], rtol=1e-4, atol=1e-6)
 
 
 def test_groups_and_hyperparameters_by_step() -> None:
@@ -326,12 +305,3 @@ def test_a_callable_makes_the_weights_of_shapes() -> None:
     with longshore.Client(params, longshore.Hyper(lr=1e-3), initial=initial) as client:
         assert same(client.pull(), wanted)
     assert asked == {"in", "bias", "out"}
-
-
-def test_what_is_gone_names_its_replacement() -> None:
-    with pytest.raises(TypeError, match="let the callable that is passed as initial= draw the weights"):
-        longshore.Client(weights(), HYPER, initial_seed=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="modules are built by torch's own initialisation"):
-        longshore.Init(on_servers=True)
-    with pytest.raises(TypeError, match="cannot be copied"):
-        copy.copy(longshore.Client(weights(), HYPER))

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import longshore
-from conftest import several
 
 #: The first two are cut into parts, one of which ends inside a line. Between parameters there is padding.
 LENGTHS = [1_500_001, 2_097_152, 70, 300_007]
@@ -40,20 +39,14 @@ def trained(threads: int, dtype: torch.dtype, **options: object) -> list[Tensor]
     return [param.detach() for param in params]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_threads_change_no_bit(dtype: torch.dtype) -> None:
-    alone = trained(1, dtype)
+#: 16-bit gradients and weights of fp32 tensors are converted in parts.
+CONVERTED = {"gradient_dtype": "bf16", "image_dtype": "bf16"}
+TCP = {"transport": "tcp"}
+
+
+@pytest.mark.parametrize(("dtype", "options"), [(torch.bfloat16, {}), (torch.float32, {}), (torch.bfloat16, TCP), (torch.float32, CONVERTED)])
+def test_threads_change_no_bit(dtype: torch.dtype, options: dict[str, str]) -> None:
+    alone = trained(1, dtype, **options)
     assert not any(torch.equal(before, after) for before, after in zip(values(0, dtype), alone, strict=True))
     for threads in (2, 5):
-        assert all(map(torch.equal, alone, trained(threads, dtype)))
-
-
-def test_shared_memory_and_tcp_bring_the_same_bits() -> None:
-    alone = trained(1, torch.bfloat16)
-    with several(1, memory="512MiB") as servers:
-        for transport in ("memfd", "tcp"):
-            there = trained(3, torch.bfloat16, servers=servers, job=transport, transport=transport)
-            assert all(map(torch.equal, alone, there))
-        # 16-bit gradients and weights of fp32 tensors are converted in parts, too.
-        options = {"gradient_dtype": "bf16", "image_dtype": "bf16", "servers": servers}
-        assert all(map(torch.equal, *(trained(count, torch.float32, job=f"of-{count}", **options) for count in (1, 4))))
+        assert all(map(torch.equal, alone, trained(threads, dtype, **options)))

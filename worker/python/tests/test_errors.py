@@ -1,7 +1,6 @@
 """Each mistake gives an error that names the parameter and the remedy, and changes nothing."""
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -40,17 +39,6 @@ def test_a_missing_gradient_names_parameter_and_remedy_and_changes_nothing() -> 
     model.layers[2].bias.grad = torch.zeros_like(model.layers[2].bias)
     optimizer.step()
     assert optimizer.version == 1
-
-
-def test_a_model_that_was_changed_is_refused() -> None:
-    model, _ = pair("mlp")
-    optimizer = made(model)
-    optimizer.step()
-    model.to(torch.bfloat16)
-    optimizer.zero_grad()
-    model.layers(torch.ones(2, 16, dtype=torch.bfloat16)).float().sum().backward()
-    with pytest.raises(errors.UsageError, match=r"layers\.0\.weight is bf16.*must be fp32.*another job"):
-        optimizer.step()
 
 
 def shrink(tensor: torch.Tensor) -> None:
@@ -198,16 +186,6 @@ def test_hyperparameters_are_checked_as_in_torch(kind: Any) -> None:
         kind([nn.Parameter(torch.ones(2, device="meta"))])
 
 
-@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
-def test_a_parameter_given_twice_is_named() -> None:
-    """torch's constructor warns."""
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = longshore.AdamW([("w", weight), ("again", weight)])
-    weight.grad = torch.ones(2)
-    with pytest.raises(errors.InvalidError, match=r"again is given twice in one group, as w before"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("arguments", [{"momentum": 1.5}, {"momentum": 0.9, "dampening": -1.0}, {"momentum": 0.9, "dampening": 2.0}])
 def test_momentum_has_torchs_limits(arguments: dict[str, float]) -> None:
     ours, theirs = pair("mlp")
@@ -336,31 +314,6 @@ def test_a_signal_handler_that_calls_the_optimizer_in_a_wait_gets_an_error(serve
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_other_threads_run_while_it_waits(servers: str) -> None:
-    model, _ = pair("mlp")
-    optimizer = made(model, servers=servers, job="threads", rank=0, world_size=2, deadline=1.0)
-    optimizer.open()
-    counted = 0
-    done = threading.Event()
-
-    def count() -> None:
-        nonlocal counted
-        while not done.is_set():
-            counted += 1
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        before = counted
-        with pytest.raises(errors.LongshoreError):
-            optimizer.step()
-        during = counted - before
-    finally:
-        done.set()
-        thread.join()
-    assert during > 10_000, "the GIL was held"
-
-
 def test_a_fork_is_refused_and_ends_without_harm() -> None:
     model, _ = pair("mlp")
     optimizer = made(model)
@@ -395,26 +348,6 @@ def test_a_fork_of_a_streaming_trainer_uses_the_newest_weights() -> None:
     model.loss(1).backward()
     optimizer.step()
     assert optimizer.flush() == 2
-
-
-FORK = """
-import os, sys, pathlib, longshore
-from longshore.transfer import server
-folder = pathlib.Path(server.default().checkpoint_dir)
-child = os.fork()
-if child == 0:
-    sys.exit(0)
-os.waitpid(child, 0)
-print(folder, folder.is_dir())
-"""
-
-
-def test_the_end_of_a_fork_leaves_its_parents_folder() -> None:
-    """The server in the parent process still writes checkpoints into the folder."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, check=True, timeout=120)
-    folder, was_there = done.stdout.split()
-    assert was_there == "True"
-    assert not pathlib.Path(folder).exists(), "it ends with the parent"
 
 
 def test_the_interpreter_ends_with_an_open_job() -> None:

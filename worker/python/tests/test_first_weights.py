@@ -1,6 +1,5 @@
 """A job's first weights, on two ranks of this process: jobs opened by the first gradients, and jobs opened before."""
 
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -72,13 +71,3 @@ def test_open_gives_all_ranks_the_weights_as_servers_round_them(servers: str, ro
         rank.optimizer.open()
     assert same_bits(ranks[0].model, ranks[1].model)
     assert not same_bits(ranks[0].model, pair("mlp")[0])
-
-
-def test_a_skipped_step_has_the_same_norm_on_all_ranks(servers: str) -> None:
-    ranks = [Rank(rank, servers, "skipped") for rank in range(2)]
-    with warnings.catch_warnings(record=True, action="always") as told:
-        both(ranks, lambda rank: rank.train(steps=1, factor=1.0 if rank.rank else float("inf")))
-    said = [str(warning.message) for warning in told if issubclass(warning.category, RuntimeWarning)]
-    assert len(said) == 2 and not any("None" in words for words in said), said
-    for rank in ranks:
-        assert rank.optimizer.grad_norm is not None and rank.optimizer.grad_norm != rank.optimizer.grad_norm

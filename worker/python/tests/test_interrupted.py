@@ -1,12 +1,10 @@
 """An exception interrupts a step in streaming mode, after some of its gradients have left for the servers."""
 
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import Server
 from models import engine_of, same_bits, train_engine
 from torch import nn
 
@@ -194,52 +192,6 @@ def test_flush_leaves_a_whole_backward_pass_to_its_step() -> None:
     assert optimizer.flush() == 1
 
 
-@pytest.mark.parametrize("frozen", ["leave", "keep"])
-@pytest.mark.parametrize("give_up", [zero_grad, flush])
-def test_a_job_that_is_joined_again_has_the_parameters_that_it_was_opened_with(give_up: Callable[[longshore.AdamW], None], frozen: str) -> None:
-    """A parameter frozen meanwhile still belongs to the job, and trains again once it is unfrozen."""
-    models = []
-    for is_interrupted in (False, True):
-        model = Net()
-        model[1].bias.requires_grad_(False)
-        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, frozen=frozen)
-        for batch in range(8):
-            model[0].requires_grad_(not 2 <= batch < 5)
-            if batch == 3 and is_interrupted:
-                model[1].bias.requires_grad_(True)  # the step refuses this
-                with pytest.raises(errors.UsageError, match=r"1\.bias is trained now"):
-                    model(inputs(99)).sum().backward()
-                    optimizer.step()
-                model[1].bias.requires_grad_(False)
-                optimizer.zero_grad()
-                model[0].requires_grad_(True)
-                in_backward(model, optimizer)
-                model[0].requires_grad_(False)
-                give_up(optimizer)
-            model.loss(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert optimizer.flush() == 8
-        models.append(model)
-    assert same_bits(*models)
-
-
-def test_close_may_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
-    model.loss(0).backward()
-    optimizer.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(Weights, "settle", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.close()
-    assert not optimizer.is_closed and optimizer.flush() == 1
-    optimizer.close()
-    assert optimizer.is_closed
-    with pytest.raises(errors.UsageError, match="was closed"):
-        optimizer.flush()
-
-
 def engines(accumulate: int) -> list[longshore.Engine]:
     return [engine_of(Net(), gradient_accumulation_steps=accumulate, gradient_clipping=1.0) for _ in range(2)]
 
@@ -284,38 +236,3 @@ def test_an_engine_warns_where_whole_passes_are_given_up(by_the_optimizer: bool)
     assert counts(engine) == (1, 2)
     train_engine(other, range(2))
     assert same_bits(engine.module, other.module)
-
-
-def test_an_engine_that_loads_begins_a_step(tmp_path: pathlib.Path) -> None:
-    engine, other = engines(2)
-    train_engine(engine, range(4))
-    engine.save_checkpoint(tmp_path)
-    train_engine(engine, range(5, 6))
-    with pytest.raises(KeyboardInterrupt):
-        engine.backward(engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum())
-    engine.load_checkpoint(tmp_path)
-    assert counts(engine) == (2, 4)
-    train_engine(engine, range(4, 8))
-    train_engine(other, range(8))
-    for one in (engine, other):
-        assert counts(one) == (4, 8)
-        one.optimizer.flush()
-    assert same_bits(engine.module, other.module)
-
-
-def test_a_job_that_could_not_be_given_up_is_given_up_again(tmp_path: pathlib.Path) -> None:
-    """An engine that goes back to another process's checkpoint ends its own job first."""
-    with Server("--state-dir", str(tmp_path)) as server:
-        options = {"servers": server.address, "job": "given-up", "tier": "nvme", "deadline": 2.0}
-        model = Net()
-        optimizer = longshore.AdamW(model.named_parameters(), **options)
-        model.loss(0).backward()
-        optimizer.step()
-        optimizer.flush()
-        server.kill()
-        with pytest.raises(errors.RefusedError, match="DeleteJob of job given-up on server .* failed"):
-            optimizer.adopt("another")
-        assert not optimizer.is_closed
-        server.start_again()
-        optimizer.adopt("another")
-        assert longshore.AdamW(Net().named_parameters(), **options).version == 0, "the job is gone"

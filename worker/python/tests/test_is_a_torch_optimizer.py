@@ -36,21 +36,6 @@ def test_hooks_groups_and_profiler_range() -> None:
     assert "lr: 0.01" in repr(optimizer)
 
 
-def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
-    ours, theirs = pair("mlp")
-
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model.loss(0)
-            loss.backward()
-            return loss
-
-        return [optimizer.step(closure).item() for _ in range(5)]
-
-    assert run(ours, longshore.AdamW(ours.named_parameters())) == run(theirs, torch.optim.AdamW(theirs.parameters()))
-
-
 def test_groups_may_be_added_before_the_first_step_and_not_after_it() -> None:
     ours, theirs = pair("mlp")
 
@@ -144,24 +129,6 @@ def test_state_is_a_small_handle_of_plain_things() -> None:
     assert loaded["param_groups"][0]["params"] == list(range(len(list(model.parameters()))))
     step(model, optimizer)
     assert optimizer.state_dict()["state"][0]["step"] == 2
-
-
-def test_who_saves_a_handle_that_ends_with_this_process_hears_of_it_once() -> None:
-    model, _ = pair("mlp")
-    optimizer = longshore.AdamW(model.named_parameters())
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        optimizer.state_dict()  # before the first step no state can be lost
-        step(model, optimizer)
-        optimizer.state_dict(full=True)
-        optimizer.state_dict(full=False)
-        optimizer.checkpoint("here")
-        optimizer.state_dict()  # this process may go back to it
-        assert not caught
-        step(model, optimizer)
-        optimizer.state_dict()
-        optimizer.state_dict()
-    assert [warning.filename for warning in caught] == [__file__]
-    assert "Save state_dict(full=True)" in str(caught[0].message)
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -4,7 +4,6 @@ import copy
 import ctypes
 import io
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -177,27 +176,6 @@ def test_weights_that_another_module_uses() -> None:
     assert same_bits(safe, streamed)
 
 
-def test_a_parameter_that_was_not_used_for_steps_gets_the_newest() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def loss(self, step: int) -> Tensor:
-            return self.used(torch.full((2, 4), float(step + 1))).square().mean()
-
-    torch.manual_seed(0)
-    safe = Half()
-    streamed = copy.deepcopy(safe)
-    train(safe, longshore.AdamW(safe.named_parameters(), lr=1e-2, missing_gradients="zeros"), range(4))
-    optimizer = streaming(streamed, steps=0, missing_gradients="zeros")
-    for step in range(4):
-        train(streamed, optimizer, range(step, step + 1))
-        assert awaited(streamed) == ["used.weight", "used.bias", "rare.weight", "rare.bias"]
-    assert optimizer.version == 4
-    assert same_bits(safe, streamed)
-
-
 class PastTorch(torch.autograd.Function):
     """Reads a weight past torch, through memory obtained earlier, as an extension may."""
 
@@ -229,29 +207,6 @@ def test_a_gradient_of_older_weights_is_refused() -> None:
     assert memory[0].tolist() == [-2.0] * 4
 
 
-def test_a_wait_that_fails_in_a_forward_can_be_made_again() -> None:
-    safe, ours = twins(steps=3)
-    optimizer = streaming(ours)
-    connection = optimizer._connection
-    assert connection is not None
-
-    late = [2]
-
-    def note(name: str, *_: Any) -> None:
-        if name == "read_weights" and late[0]:
-            late[0] -= 1
-            raise errors.WaitError("the server is late")
-
-    connection.weights._job = Recorded(connection.job, note)
-    for _ in range(2):
-        with pytest.raises(errors.WaitError, match="late"):
-            ours.loss(2)
-        assert len(awaited(ours)) == len(connection.params)
-    ours.loss(2).backward()
-    optimizer.step()
-    assert same_bits(safe, ours)
-
-
 @pytest.mark.parametrize("end", ["close", "del", "flush"])
 def test_a_model_that_outlives_its_optimizer_has_the_newest_weights(end: str) -> None:
     safe, ours = twins()
@@ -263,24 +218,6 @@ def test_a_model_that_outlives_its_optimizer_has_the_newest_weights(end: str) ->
     del optimizer
     assert not awaited(ours)
     assert same_bits(safe, ours)
-
-
-def test_threads_that_use_a_parameter_at_the_same_time() -> None:
-    safe, ours = twins(width=256)
-    optimizer = streaming(ours)
-    start, found = threading.Barrier(4), []
-
-    def use() -> None:
-        start.wait(30)
-        found.append([parameter.detach().clone() for parameter in ours.parameters()])
-
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(found) == 4 and optimizer.version == 2
-    assert all(torch.equal(a, b) for copies in found for a, b in zip(copies, safe.parameters(), strict=True))
 
 
 def test_compiled_code_gets_the_newest_weights() -> None:

@@ -2,7 +2,6 @@
 
 import logging
 
-import pytest
 import torch
 from conftest import Said
 from torch import nn
@@ -22,28 +21,3 @@ def test_a_server_of_this_process_is_heard(said: Said) -> None:
         said.wait_for("job opened")
     finally:
         logging.getLogger("longshore").setLevel(level)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_handler_that_fails_fails_no_step() -> None:
-    class Broken(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            raise RuntimeError("this handler is broken")
-
-    logger, broken = logging.getLogger("longshore"), Broken()
-    level = logger.level
-    logger.addHandler(broken)
-    logger.setLevel(logging.INFO)
-    try:
-        model = nn.Linear(4, 4)
-        with (
-            longshore.Server() as server,
-            longshore.AdamW(model.named_parameters(), servers=server, job="heard") as optimizer,
-        ):
-            for step in (1, 2):
-                model(torch.ones(2, 4)).sum().backward()
-                optimizer.step()
-                assert optimizer.version == step
-    finally:
-        logger.removeHandler(broken)
-        logger.setLevel(level)

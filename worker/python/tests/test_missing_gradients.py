@@ -1,14 +1,11 @@
 """Parameters with a gradient now and then: other steps leave them out, as torch does."""
 
-import pathlib
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from conftest import Server
 from models import RULES, distance, pair, same_bits, train
 from torch import Tensor, nn
 from torch.nn import functional
@@ -69,18 +66,6 @@ def test_safe_and_streaming_mode_have_the_same_bits_also_with_a_delay() -> None:
         train(model, optimizer, range(60))
         optimizer.flush()
     assert same_bits(*models)
-
-
-def test_the_servers_norm_is_that_of_the_gradients_there_are() -> None:
-    ours, theirs = pair(Experts)
-    optimizer = longshore.AdamW(ours.named_parameters(), lr=1e-3, max_grad_norm=0.5)
-    for step in range(20):
-        theirs.load_state_dict(ours.state_dict())
-        theirs.zero_grad()
-        theirs.loss(step).backward()
-        train(ours, optimizer, range(step, step + 1))
-        norm = nn.utils.clip_grad_norm_(theirs.parameters(), float("inf")).item()
-        assert optimizer.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -155,34 +140,6 @@ def test_two_ranks_leave_out_what_neither_has(two_servers: str, streaming: bool)
     # Rounding feeds back over 200 steps: the distance is below 1e-6 with torch's kernels for AMD, and 1.1e-6 with those for Intel. Without
     # zeros for a rank that lacks a gradient it is 0.09.
     assert distance(ranks[0], reference) < 2 * CLOSE
-
-
-@pytest.fixture
-def tmpfs() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield path
-
-
-@pytest.mark.parametrize("tier", ["shm", "nvme"])
-def test_counts_survive_a_killed_server_and_a_new_process(tier: str, tmpfs: str, tmp_path: pathlib.Path) -> None:
-    model, undisturbed = pair(Experts)
-    with Server(*{"shm": ("--shm-dir", tmpfs), "nvme": ("--state-dir", str(tmp_path))}[tier]) as server:
-        options = {"lr": 1e-3, "servers": server.address, "job": "counts", "tier": tier, "streaming": True}
-        optimizer = longshore.AdamW(model.named_parameters(), **options)
-        for step in range(120):
-            model.loss(step).backward()
-            if step in (40, 61, 90):
-                # The step's gradients have left. The servers do not know its parameters without a gradient yet.
-                server.start_again()
-            optimizer.step()
-        optimizer.close()
-        # Another process knows neither weights nor counts.
-        other = Experts()
-        again = longshore.AdamW(other.named_parameters(), **options)
-        train(other, again, range(120, STEPS))
-        again.close()
-    train(undisturbed, longshore.AdamW(undisturbed.named_parameters(), lr=1e-3), range(STEPS))
-    assert same_bits(other, undisturbed)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -31,22 +31,6 @@ def test_the_newer_one_goes_on_from_the_last_weights(before: str, after: str) ->
         first.step()
 
 
-def test_weights_of_a_step_that_was_interrupted_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    ours, theirs = pair("mlp")
-    first = longshore.AdamW(ours.named_parameters(), lr=1e-2)
-    train(ours, first, range(2))
-    assert first._connection is not None
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(first._connection, "expect", interrupted)
-        train(ours, first, range(2, 3))
-    train(ours, longshore.SGD(ours.named_parameters(), lr=0.0), range(1))
-    train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), range(3))
-    assert distance(ours, theirs) < 1e-6
-
-
 def test_one_that_has_made_no_step_takes_no_gradients() -> None:
     """The unused optimizer's hooks would be the first that backward calls."""
     ours, theirs = pair("mlp")
@@ -65,18 +49,3 @@ def test_a_job_of_a_server_goes_on_in_the_newer_one(servers: str) -> None:
         kept.append(longshore.AdamW(model.named_parameters(), servers=servers, job="cell"))
         train(model, kept[-1], range(2 * cell, 2 * cell + 2))
     assert [optimizer.version for optimizer in kept] == [2, 4, 6]
-
-
-def test_an_engine_is_made_again() -> None:
-    model, _ = pair("mlp")
-    config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW"}}
-    kept = []
-    for _ in range(2):
-        kept.append(longshore.initialize(model=model, config=config)[0])
-        for number in range(3):  # the last step lacks a pass
-            kept[-1].backward(model.loss(number))
-            kept[-1].step()
-    assert kept[1].global_steps == 1
-    with pytest.raises(errors.UsageError, match="another one took its parameters over"):
-        kept[0].backward(model.loss(3))
-        kept[0].step()

@@ -4,7 +4,6 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 from models import pair
 
@@ -61,33 +60,3 @@ def test_a_rank_with_other_settings_ends(servers: str, changed: dict[str, Any], 
         ended[0].result(60)
         with pytest.raises(errors.InvalidError, match=named):
             ended[1].result(60)
-
-
-def test_a_client_on_another_rank_has_the_same_settings(servers: str) -> None:
-    def rank(number: int) -> None:
-        hyper = longshore.Hyper(lr=1e-3, beta2=0.95 + 0.01 * number)
-        weights = {"w": np.ones(4, np.float32)}
-        client = longshore.Client(weights, hyper, servers=servers, job="clients", rank=number, world_size=2)
-        client.push(weights)
-        client.commit()
-
-    with ThreadPoolExecutor(2) as ranks:
-        ended = [ranks.submit(rank, number) for number in range(2)]
-        ended[0].result(60)
-        with pytest.raises(errors.InvalidError, match=r"beta2 is 0\.96 on rank 1, but must be 0\.95"):
-            ended[1].result(60)
-
-
-def test_a_replaced_optimizer_says_that_another_has_its_rank(servers: str) -> None:
-    model, other = pair("mlp")
-    options = {"servers": servers, "job": "replaced", "streaming": True}
-    first = longshore.AdamW(model.named_parameters(), **options)
-    model.loss(0).backward()
-    first.step()
-    second = longshore.AdamW(other.named_parameters(), **options)
-    for number in range(second.version, 5):
-        other.loss(number).backward()
-        second.step()
-    # Servers have overwritten the weights that the first optimizer still awaits.
-    with pytest.raises(errors.FencedError, match="another process has joined job replaced as this rank"):
-        model.loss(1)

@@ -83,23 +83,6 @@ def test_a_last_step_with_fewer_backward_passes() -> None:
     assert same_bits(safe, streamed)
 
 
-def test_more_backward_passes_than_were_said_are_refused() -> None:
-    model, _ = pair("mlp")
-    optimizer = longshore.AdamW(model.named_parameters(), streaming=True, accumulate=2)
-    model.loss(0).backward()
-    model.loss(1).backward()
-    with pytest.raises(errors.GradientError, match="backward pass 3 of this step.*accumulate="):
-        model.loss(2).backward()
-    # The step is given up, as torch would forget its gradients.
-    optimizer.zero_grad()
-    optimizer.step()
-    assert optimizer.version == 0
-    model.loss(0).backward()
-    model.loss(1).backward()
-    optimizer.step()
-    assert optimizer.version == 1
-
-
 def test_what_is_unfrozen_before_the_first_step_trains() -> None:
     """The parameter could not be watched when the optimizer was built."""
     safe, streamed = pair("mlp")
@@ -242,16 +225,6 @@ def test_a_delayed_run_goes_on_where_it_was_flushed(servers: str) -> None:
     assert same_bits(ours, undisturbed)
 
 
-def test_weights_are_not_written_over_a_model_that_was_converted() -> None:
-    """Weights are copied to addresses, and the converted tensors are half as long."""
-    model, _ = pair("mlp")
-    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)
-    train(model, optimizer, range(3))
-    model.bfloat16()
-    with pytest.raises(errors.UsageError, match=r"bf16.*as when the job was opened"):
-        optimizer.flush()
-
-
 def test_reading_the_loss_scale_changes_nothing() -> None:
     """A step that had begun would keep flush() from the newest weights of a delayed job."""
     models = pair("mlp")
@@ -268,10 +241,3 @@ def test_reading_the_loss_scale_changes_nothing() -> None:
                 assert optimizer.loss_scale == 8.0
         assert optimizer.flush() == 4
     assert same_bits(*models)
-
-
-@pytest.mark.parametrize("correction", ["worker-local", "worker-local=1.5", "compensation=0.5", "look-ahead-by-this-rate"])
-def test_a_removed_correction_names_its_replacement(correction: str) -> None:
-    model, _ = pair("mlp")
-    with pytest.raises(errors.InvalidError, match=f"correction is '{correction}'.*choose 'look-ahead'"):
-        longshore.AdamW(model.named_parameters(), delay=1, correction=correction)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from models import Recorded
 from torch import nn
-from units import Deep, optimizer_of, train, weight_bytes
 
 import longshore
 from longshore import errors
@@ -84,12 +83,3 @@ def test_a_push_that_failed_is_made_again() -> None:
         assert optimizer.flush() == 1
         found.append([param.detach().clone() for _, param in params])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_each_leaves_at_once_where_memory_is_counted() -> None:
-    model = Deep(depth=4)
-    optimizer = optimizer_of(model)
-    job = Listening(optimizer)
-    longshore.shard(model, optimizer, weight_bytes(model) * 3 // 4)
-    train(model, optimizer, steps=1)
-    assert [len(call) for call in job.calls[:-1]] == [1] * 8 and job.calls[-1] == "end"
