@@ -1,6 +1,5 @@
 """DeepSpeed's interface and configuration keys: used, named in a warning, or refused with the path."""
 
-import json
 import math
 import pathlib
 import re
@@ -12,7 +11,7 @@ import pytest
 import torch
 from conftest import running
 from models import distance, pair, same_bits, train_engine
-from programs import arguments, run_ranks
+from programs import arguments
 from safetensors.torch import load_file
 
 import longshore
@@ -177,38 +176,6 @@ def test_an_engine_goes_on_from_a_universal_checkpoint(tmp_path: pathlib.Path) -
     assert engine.optimizer.state_dict()["state"][0]["step"] == 3
 
 
-RANK = """
-import torch; torch.set_num_threads(1)
-from test_deepspeed import *
-torch.distributed.init_process_group("gloo")
-rank = torch.distributed.get_rank()
-model, _ = pair("mlp")
-config = {{**CONFIG, "train_batch_size": 16, "longshore": {{"servers": {servers!r}, "job": "ranks"}}}}
-engine = longshore.initialize(model=model, config=config)[0]
-train(engine, range(2))
-engine.save_checkpoint({folder!r})
-undisturbed = train(engine, range(2, 5))
-engine.load_checkpoint({folder!r})
-assert train(engine, range(2, 5)) == undisturbed
-if rank == 0:
-    print(json.dumps(undisturbed))
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_two_ranks_go_back_and_go_on_as_one(tmp_path: pathlib.Path) -> None:
-    """Both ranks have the same data, so a single rank has the same losses."""
-    with running("--checkpoint-dir", str(tmp_path)) as servers:
-        code = RANK.format(servers=servers, folder=str(tmp_path / "engine"))
-        said = run_ranks(2, code)
-        model, _ = pair("mlp")
-        alone = longshore.initialize(model=model, config={**CONFIG, "longshore": {"servers": servers, "job": "ranks"}})[0]
-        alone.load_checkpoint(tmp_path / "engine")
-        assert (alone.global_steps, alone.optimizer.version) == (2, 2)
-        assert train(alone, range(2, 5)) == json.loads(said[0])
-        alone.destroy()  # its destroy would wait a minute for a server that has ended
-
-
 def test_ranks_that_cannot_wait_for_each_other_do_not_go_back(tmp_path: pathlib.Path) -> None:
     with running("--checkpoint-dir", str(tmp_path)) as servers:
         model, other = pair("mlp")
@@ -222,20 +189,6 @@ def test_ranks_that_cannot_wait_for_each_other_do_not_go_back(tmp_path: pathlib.
         rank = longshore.AdamW(other.named_parameters(), servers=servers, job="meet", rank=0, world_size=2)
         with pytest.raises(errors.StateError, match=r"ranks cannot wait for each other.*gloo is enough.*longshore restore"):
             rank.load_state_dict(state)
-
-
-def test_stage_2_with_offloading_runs(tmp_path: pathlib.Path) -> None:
-    offload = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True, "buffer_count": 4, "fast_init": False}
-    config = {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
-    model, other = pair("mlp")
-    with pytest.warns(UserWarning, match=r"without effect here: .*offload_optimizer\.fast_init"):
-        engine, _, _, _ = longshore.initialize(model=model, config=config)
-    train(engine, range(3))
-    # The tier changes no bit.
-    reference = longshore.initialize(model=other, config=CONFIG)[0]
-    train(reference, range(3))
-    assert same_bits(model, other)
-    assert [*tmp_path.rglob("*")]
 
 
 @pytest.mark.parametrize("options", [{}, {"streaming": True, "accumulate": 2}])
@@ -299,34 +252,6 @@ def test_a_configuration_that_cannot_be_followed_is_refused_by_its_path(change: 
         longshore.initialize(model=model, config=config)
 
 
-SAMPLES: dict[str, Any] = {
-    **dict.fromkeys(("longshore", "optimizer.params", "scheduler.params"), {}),
-    **dict.fromkeys(("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"), "cpu"),
-    **{"optimizer.type": "Adam", "scheduler.type": "OneCycle", "communication_data_type": "bf16", "torch_autocast.dtype": "bfloat16"},
-}
-#: Keys that only stage 3 uses.
-OF_STAGE_3 = ("zero_optimization.offload_param.device", "zero_optimization.stage3_max_live_parameters")
-BOOLEANS = ("enabled", "_accumulation", "drop_last", "_grads", "_states", "consecutive_hysteresis", "auto_cast", "load_universal")
-#: Paths of drives are left out: test_stage_2_with_offloading_runs has a server's folder.
-USED = [path for path in keys.USED if not path.endswith("nvme_path")]
-
-
-def configured(path: str, value: Any) -> Any:
-    """Returns a configuration with this key alone."""
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    return value
-
-
-@pytest.mark.parametrize("path", USED)
-def test_a_used_key_is_taken_without_a_word(path: str) -> None:
-    config = configured(path, SAMPLES.get(path, path.endswith(BOOLEANS) or 2))
-    if path in OF_STAGE_3:
-        config["zero_optimization"]["stage"] = 3
-    with warnings.catch_warnings(action="error"):
-        Config.of(config)
-
-
 def test_one_warning_names_all_keys_without_effect() -> None:
     config: Any = {"zero_optimization": {"offload_optimizer": {}, "offload_param": {}}}
     named = []
@@ -342,22 +267,6 @@ def test_one_warning_names_all_keys_without_effect() -> None:
     [message] = [str(warning.message) for warning in said]
     head, _, tail = message.removeprefix("without effect here: ").rpartition(". docs/migrate.md")
     assert sorted(head.split(", ")) == sorted(named) and tail
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "remedy"),
-    [
-        ("zero_optimization.cpu_offload", True, "offload_optimizer"),
-        ("zero_optimization.zenflow.topk_ratio", 0.1, '"delay": 1'),
-        ("zero_optimization.zero_quantized_weights", True, "lists the keys that are used"),
-        ("zero_optimization.overlap_com", False, r"did you mean zero_optimization\.overlap_comm"),
-        ("elasticity.enabled", True, "lists the keys that are used"),
-        ("no_such_key", 1, "lists the keys that are used"),
-    ],
-)
-def test_any_other_key_is_refused_by_its_path(path: str, value: Any, remedy: str) -> None:
-    with pytest.raises(errors.InvalidError, match=f"config key {re.escape(path)} is .*{remedy}"):
-        Config.of(configured(path, value))
 
 
 @pytest.mark.parametrize(

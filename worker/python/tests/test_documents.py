@@ -7,6 +7,7 @@ import pathlib
 import re
 from typing import Any
 
+import molecules
 import pytest
 import torch
 import trainer as example
@@ -87,6 +88,13 @@ def test_the_readmes_lines_for_the_trainer(tmp_path: pathlib.Path, servers: str)
     names["trainer"].train()
     assert names["trainer"].optimizer.optimizer.version == 3
     assert names["trainer"].optimizer.optimizer.job == "my-run"
+
+
+def test_the_example_of_a_graph_network(servers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torchs, safe, streamed = molecules.main(servers, steps=20).values()
+    assert safe == streamed == pytest.approx(torchs, rel=1e-4)
+    assert torchs[-1] < torchs[0]
+    assert capsys.readouterr().out.count("longshore.AdamW") == 2
 
 
 def test_the_trainer_streams_where_the_servers_clip(tmp_path: pathlib.Path) -> None:

@@ -1,14 +1,13 @@
 """A job continues from a torch optimizer, and a torch optimizer from a job, with equal state to the bit."""
 
 import copy
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Server, running
+from conftest import Server
 from models import RULES, distance, pair, same_bits, step, train
 from torch import nn
 
@@ -64,28 +63,6 @@ def test_a_product_of_other_momenta_is_refused() -> None:
     state["param_groups"][0]["betas"] = (0.5, 0.999)
     with pytest.raises(errors.StateError, match=r"mu_product is 0\.0.*, but must be 0\.0.*start from the weights"):
         longshore.NAdam(ours.named_parameters()).load_state_dict(state)
-
-
-def test_two_servers_with_drives_take_it_and_keep_it(tmp_path: Path) -> None:
-    ours, theirs, plain = trained(torch.optim.AdamW, width=500)
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-    with running("--state-dir", str(folders[0])) as one, running("--state-dir", str(folders[1])) as other:
-        options = {"servers": f"{one},{other}", "job": "moved", "tier": "nvme", "shard_elements": 65536}
-        optimizer = longshore.AdamW(ours.named_parameters(), lr=1.0, **options)
-        optimizer.load_state_dict(plain.state_dict())
-        optimizer.open()
-        check_same_state(optimizer.state_dict(full=True), plain.state_dict())
-        optimizer.close()
-        # A process that starts before the first step finds the job filled, and may fill it again.
-        again = longshore.AdamW(ours.named_parameters(), lr=1.0, **options)
-        again.load_state_dict(plain.state_dict())
-        both(ours, again, theirs, plain, range(5, 15))
-        assert distance(ours, theirs) < 1e-6
-        assert (again.version, again.state_dict()["state"][0]["step"]) == (10, 15)
-        with pytest.raises(errors.StateError, match=r"one of another optimizer, and job moved is at version 10.*new job"):
-            again.load_state_dict(plain.state_dict())
 
 
 def test_all_state_moves_to_another_job_with_its_master_weights() -> None:
@@ -212,21 +189,6 @@ def test_a_server_that_is_killed_in_the_middle_of_filling_is_filled_again(server
     assert distance(ours, theirs) < 1e-6
 
 
-def test_what_python_raises_while_it_reads_is_raised() -> None:
-    ours, _, plain = trained(torch.optim.AdamW)
-    optimizer = longshore.AdamW(ours.named_parameters())
-    optimizer.load_state_dict(plain.state_dict())
-    whole = optimizer._filling
-    assert whole is not None
-
-    def read(array: int, param: Any) -> torch.Tensor:
-        raise OSError("the file is gone")
-
-    optimizer._filling = Filling(whole.applied, read, whole.check)
-    with pytest.raises(OSError, match="the file is gone"):
-        optimizer.open()
-
-
 SPOILED = {
     "missing moment": (lambda s: s["state"][2].pop("exp_avg_sq"), r"layers\.2\.weight\.exp_avg_sq is absent, but must be a tensor"),
     "extra": (lambda s: s["state"][0].update(max_exp_avg_sq=torch.zeros(3)), r"layers\.0\.weight\.max_exp_avg_sq.*amsgrad"),
@@ -266,16 +228,6 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(what: 
     assert all(torch.equal(a, b) for a, b in zip(before, ours.parameters(), strict=True))
     optimizer.load_state_dict(plain.state_dict())
     check_same_state(optimizer.state_dict(full=True), plain.state_dict())
-
-
-def test_values_that_servers_refuse_are_named_by_them() -> None:
-    ours, _, plain = trained(torch.optim.AdamW)
-    state = plain.state_dict()
-    state["state"][0]["exp_avg_sq"][1, 2] = -1.0
-    optimizer = longshore.AdamW(ours.named_parameters())
-    optimizer.load_state_dict(state)
-    with pytest.raises(errors.RefusedError, match=re.escape("-1 in layers.0.weight, element 18 (second moments)")):
-        optimizer.open()
 
 
 def test_frozen_parameters_have_no_state() -> None:

@@ -3,8 +3,6 @@
 import contextlib
 import pathlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +14,6 @@ import trainer as example
 import transformers
 from conftest import running
 from programs import arguments, kill_at, random_step, ranks, start
-from safetensors.torch import load_file
 
 import longshore
 import longshore.huggingface
@@ -119,27 +116,9 @@ def test_a_callback_that_comes_late_says_that_names_are_lacking(tmp_path: pathli
         trainer.train()
 
 
-def test_jobs_of_the_trainer_have_the_models_names(tmp_path: pathlib.Path, servers: str) -> None:
-    example.main(str(tmp_path / "named"), servers, "named", max_steps=1)
-    command = [sys.executable, "-m", "longshore", "export", "--servers", servers, "--job", "named", "--out", str(tmp_path / "exported")]
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
-    [file] = (tmp_path / "exported").glob("*.safetensors")
-    assert "model.layers.0.self_attn.q_proj.weight" in load_file(file)
-
-
 def goes_back(step: int) -> Any:
     """Expects the servers' warning. In the step after a save they may still be at the save's version."""
     return contextlib.nullcontext() if step == 8 else pytest.warns(UserWarning, match="goes back")
-
-
-def test_the_trainer_with_an_optimizer_that_was_built_before(
-    tmp_path: pathlib.Path, servers: str, undisturbed: dict[int, float]
-) -> None:
-    """A single group instead of the Trainer's two, which train alike without weight decay."""
-    given = str(tmp_path / "built"), servers, "built"
-    step = killed(undisturbed, "trainer", *given, is_built=True, **ARGUMENTS)
-    with goes_back(step):
-        assert example.main(*given, "save", is_built=True, **ARGUMENTS) == undisturbed
 
 
 def test_two_ranks_of_the_trainer_go_on_as_one(tmp_path: pathlib.Path, servers: str) -> None:
@@ -171,23 +150,4 @@ def test_lightning_goes_on_from_its_last_save(tmp_path: pathlib.Path, servers: s
     with goes_back(killed(undisturbed, "lit", *given, strategy=strategy)):
         resumed = lit.main(*given, "last", strategy=strategy)
     assert resumed == {at: undisturbed[at] for at in resumed}
-    assert [*resumed][-1] == 2 * STEPS - 1
-
-
-def test_two_ranks_of_lightning_go_on_as_one(tmp_path: pathlib.Path, servers: str) -> None:
-    undisturbed = lit.main(str(tmp_path / "plain"), servers, "plain", strategy="longshore", clip=None)
-    folders = [tmp_path / f"rank-{rank}" for rank in range(2)]
-    calls = [f"{str(folder)!r}, {servers!r}, 'ranks', strategy='longshore', clip=None" for folder in folders]
-    started = [start("lit", call, TORCHELASTIC_RUN_ID="none", **rank) for call, rank in zip(calls, ranks(2), strict=True)]
-    step = random_step(5, STEPS - 1)
-    first = kill_at(step, *started)
-    assert started[1].stdout is not None
-    words = [line.split() for line in started[1].stdout]
-    second = {int(said[1]): float(said[2]) for said in words if said[:1] == ["loss"]}
-    # The servers sum the ranks' gradients of the halves of a batch.
-    means = {at: (first[at] + second[at]) / 2 for at in first.keys() & second.keys()}
-    assert len(means) >= 2 * step - 2
-    assert means == pytest.approx({at: undisturbed[at] for at in means}, rel=1e-4)
-    resumed = lit.main(str(folders[0]), servers, "ranks", "last", strategy="longshore", clip=None)
-    assert resumed == pytest.approx({at: undisturbed[at] for at in resumed}, rel=1e-4)
     assert [*resumed][-1] == 2 * STEPS - 1

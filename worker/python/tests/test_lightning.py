@@ -1,6 +1,5 @@
 """Lightning: its strategy, mixed precision, and several ranks whose gradients the servers sum."""
 
-import functools
 import json
 import pathlib
 import warnings
@@ -12,7 +11,6 @@ import lit
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from models import distance
 from programs import run_ranks
 
 import longshore
@@ -138,20 +136,6 @@ def test_the_strategy_evaluates_the_newest_weights(tmp_path: pathlib.Path, way: 
     assert torch.equal(strategy.lightning_module_state_dict()["layers.0.weight"], newest)
 
 
-def test_the_strategys_device_is_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = longshore.lightning.Strategy()
-    assert strategy.root_device == (torch.accelerator.current_accelerator(True) or torch.device("cpu"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    strategy = longshore.lightning.Strategy()
-    assert strategy.root_device == torch.device("cuda", 1)
-    assert longshore.lightning.Strategy("cpu").root_device == torch.device("cpu")
-    # A Trainer's own accelerator takes precedence.
-    strategy.accelerator = pl.accelerators.CPUAccelerator()
-    strategy.setup_environment()
-    assert strategy.root_device == torch.device("cpu")
-
-
 def optimizer_of(kind: Any, module: pl.LightningModule) -> Callable[[], Any]:
     return lambda: kind(list(module.named_parameters()), lr=1e-2)
 
@@ -178,44 +162,3 @@ def test_mixed_precision_with_clipping(tmp_path: pathlib.Path, name: str) -> Non
         found.append([module.losses[index] for index in sorted(module.losses)])
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert found[0][-1] < found[0][0]
-
-
-class Tuned(pl.LightningModule):
-    """A head on a backbone that does not train at first. The optimizer has both from the beginning, in separate groups."""
-
-    def __init__(self, kind: Callable[..., torch.optim.Optimizer]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.backbone = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.BatchNorm1d(64))
-        self.head = torch.nn.Linear(64, 4)
-        self.kind, self.moved = kind, list[bool]()
-
-    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        inputs, labels = batch
-        return torch.nn.functional.cross_entropy(self.head(self.backbone(inputs)), labels)
-
-    def on_train_epoch_start(self) -> None:
-        self.before = self.backbone[0].weight.detach().clone()
-
-    def on_train_epoch_end(self) -> None:
-        self.moved.append(not torch.equal(self.backbone[0].weight, self.before))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        groups = [("head", self.head, 1e-3), ("backbone", self.backbone, 1e-4)]
-        return self.kind([{"params": [*module.named_parameters(name)], "lr": lr} for name, module, lr in groups], weight_decay=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist:UserWarning")
-@pytest.mark.parametrize("streaming", [False, True])
-def test_backbone_finetuning(tmp_path: pathlib.Path, streaming: bool) -> None:
-    """The callback freezes the backbone, unfreezes it in the third epoch, and raises its learning rate from then on."""
-    found = []
-    for kind in (functools.partial(longshore.AdamW, frozen="train-later", streaming=streaming), torch.optim.AdamW):
-        unfreezes = pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=1e-4)
-        module = Tuned(kind)
-        trainer = short(tmp_path, max_steps=-1, max_epochs=5, callbacks=[unfreezes, longshore.lightning.Callback()])
-        trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*own_data(0)), batch_size=64))
-        assert module.moved == [False, False, True, True, True]
-        assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [1e-3, pytest.approx(4e-4)]
-        found.append(module)
-    assert distance(*found) < CLOSE

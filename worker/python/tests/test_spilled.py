@@ -1,31 +1,13 @@
 """A server in this process with drives, which may keep 16-bit weights and gradients too, also for DeepSpeed's offload_param."""
 
 import pathlib
-from typing import Any
 
 import pytest
 from conftest import job_on
 from models import pair
-from units import Deep, in_units, optimizer_of, same, train
+from units import Deep, optimizer_of, same, train
 
 import longshore
-from longshore import errors
-
-#: Images and gradients of a shard of 0.5 MiB.
-SHARD = 4 * 65536
-
-
-def test_what_spills_changes_no_bit(tmp_path: pathlib.Path) -> None:
-    for spill in ("state", "all"):
-        whole, spilled = pair(Deep, width=256)
-        (tmp_path / spill).mkdir()
-        with longshore.Server(state_dirs=tmp_path / spill, spill=spill) as server:
-            train(whole, optimizer_of(whole))
-            optimizer, _ = in_units(spilled, 4, servers=server, job="spilled", tier="nvme", shard_elements=SHARD)
-            train(spilled, optimizer)
-            assert job_on(server.address)["spill"] == spill
-            same(whole, spilled)
-            optimizer.close()
 
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "collected"])
@@ -42,18 +24,6 @@ def test_a_server_that_ends_leaves_its_folders_to_the_next(tmp_path: pathlib.Pat
             server.close()
             server.close()
         del model, optimizer, server
-
-
-def test_servers_that_cannot_spill_are_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(errors.InvalidError, match=r"spill is all, but must be given with state_dir") as refused:
-        longshore.Server(spill="all")
-    assert (refused.value.field, refused.value.value) == ("spill", "all")
-    unknown: tuple[tuple[Any, str], ...] = (("some", "name one of them"), ("images", "choose all"))
-    for spill, remedy in unknown:
-        with pytest.raises(errors.InvalidError, match=rf"spill is {spill}, but must be state or all: {remedy}"):
-            longshore.Server(spill=spill, state_dirs=tmp_path)
-    with pytest.raises(errors.InvalidError, match=r"threads is 0, but must be in 1\.\.=4096"):
-        longshore.Server(threads=0)
 
 
 @pytest.mark.filterwarnings("ignore:gradient_clipping is left out")

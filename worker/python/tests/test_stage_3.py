@@ -10,10 +10,11 @@ from conftest import running
 from models import pair, same_bits, train_engine
 from programs import arguments, run_ranks
 from torch import nn
-from units import Accountant, Deep, same, weight_bytes
+from units import Accountant, Deep, optimizer_of, same, weight_bytes
 
 import longshore
 from longshore import errors
+from longshore.huggingface import Loaded
 
 #: Both offloads as in DeepSpeed's documents.
 CONFIG: dict[str, Any] = {
@@ -84,16 +85,6 @@ def test_checkpoints_in_stage_3(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:without effect here")
-def test_keys_of_stage_3() -> None:
-    model, _ = pair("mlp")
-    with pytest.warns(UserWarning, match="without effect here: .*stage3_prefetch_bucket_size"):
-        engine = longshore.initialize(model=model, config=config())[0]
-    assert engine.optimizer.is_in_units, "on a CPU the budget is DeepSpeed's 1e9 weights"
-    with pytest.raises(errors.InvalidError, match="budget is .* raise the budget by"):
-        longshore.initialize(model=pair("mlp")[0], config=config(longshore={"budget": 100}))
-
-
-@pytest.mark.filterwarnings("ignore:without effect here")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_live_parameters_take_what_their_type_takes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration names no type: the model was built in one."""
@@ -115,28 +106,6 @@ def counting(number: int = 256) -> Any:
     import trainer as example
 
     return example.Counting(number)
-
-
-@pytest.mark.filterwarnings("ignore:without effect here")
-def test_a_llama_of_hugging_face_in_an_engine() -> None:
-    whole, cut = llama(), llama()
-    data = counting()
-    written, engines = [], []
-    for model, given in ((whole, stage_2()), (cut, config(longshore={"budget": weight_bytes(cut) * 2 // 3, "weights": "whole"}))):
-        engine = longshore.initialize(model=model, config=given)[0]
-        for step in range(8):
-            rows = [data[4 * step + row] for row in range(4)]
-            batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-            engine.backward(engine(**batch).loss)
-            engine.step()
-        model.eval()
-        written.append(model.generate(torch.tensor([[1, 4, 7]]), max_new_tokens=5, do_sample=False))
-        model.train()
-        engines.append(engine)
-    units = engines[1].optimizer._units._home.units
-    assert any(unit.name.startswith("model.layers.0") for unit in units) and "lm_head" in {unit.name for unit in units}
-    assert torch.equal(*written)
-    same(whole, cut)
 
 
 def trained(
@@ -203,6 +172,27 @@ def test_a_llama_of_hugging_face_under_its_trainer(device: str, tmp_path: pathli
     assert same_bits(kept.bfloat16(), copy_of(cut))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("resume", ["newest", "save"])
+def test_a_trainer_that_was_interrupted_goes_on(resume: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the servers' last step, or from its last save, to whose version the servers go back."""
+    import trainer as example
+
+    def stop(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 4:
+            raise KeyboardInterrupt
+
+    whole, _, losses = trained(tmp_path / "plain", 3)
+    with running("--checkpoint-dir", str(tmp_path / "checkpoints")) as servers:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(example.Printed, "on_step_begin", stop)
+            trained(tmp_path, 3, servers, "interrupted", None)
+        cut, _, found = trained(tmp_path, 3, servers, "interrupted", None, resume=resume)
+    assert set(losses) - set(found) <= {4}, "what was computed and not written is missing"
+    assert found == {step: losses[step] for step in found}
+    same(whole, cut)
+
+
 #: The first save is the best, since losses fall.
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
 
@@ -266,3 +256,28 @@ def copy_of(model: nn.Module) -> nn.Module:
     other = llama()
     other.load_state_dict(model.state_dict())
     return other.bfloat16()
+
+
+def test_what_is_loaded_is_compared_with_what_the_servers_have() -> None:
+    models = [Deep(depth=4) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+        longshore.shard(model, optimizer_of(model), "40KB")
+    whole, cut, other = models
+    loaded = Loaded(cut)
+    assert not any(cut.load_state_dict(whole.state_dict()))
+    loaded.check()
+    same(whole, cut)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight of unit layers\.0 was changed in place"):
+        cut.load_state_dict(whole.state_dict())
+
+    state = {name: value.clone() for name, value in whole.state_dict().items()}
+    state["layers.2.bias"][5] += 1
+    loaded = Loaded(other)
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers\.1\.weight"):
+        other.load_state_dict({**state, "layers.1.weight": torch.zeros(2, 2)})
+    most = {name: value for name, value in state.items() if name != "layers.3.bias"}
+    assert other.load_state_dict(most, strict=False).missing_keys == ["layers.3.bias"]
+    with pytest.raises(errors.UsageError, match=r"layers\.2\.bias is another on the servers than what was loaded"):
+        loaded.check()
+    same(whole, other)
