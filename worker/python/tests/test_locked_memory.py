@@ -1,7 +1,6 @@
 """Copies between a device and memory that is shared with servers, where the device can page-lock that: gradients go where they leave from,
 and weights come from where servers keep them. Otherwise copies go through torch's page-locked memory."""
 
-import ctypes
 import gc
 import logging
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 import torch
 from accelerator import Immediate, Layers, Simulated, same
 from conftest import Server
-from models import Mlp, Recorded
-from models import train as steps
+from models import Recorded
 from test_order_on_a_device import on
 from torch import Tensor
 
@@ -152,38 +150,6 @@ def test_memory_of_a_server_that_was_restarted_is_let_go_of(tmp_path: Path) -> N
     assert registered[2] - registered[5] and registered[5] - registered[2]
 
 
-def lent(optimizer: longshore.AdamW, index: int) -> Any:
-    assert optimizer._connection is not None
-    return optimizer._connection.job.lent_weights([index])
-
-
-@pytest.mark.parametrize("transport", ["tcp", "memfd"])
-def test_weights_lie_where_the_job_says_until_they_are_overwritten(transport: str) -> None:
-    """Weights over a network lie nowhere, nor do weights already read."""
-    model = Mlp(width=600)
-    optimizer = longshore.AdamW(model.named_parameters(), streaming=True, transport=transport)
-    weight = 4  # lies in several shards
-    steps(model, optimizer, range(1))
-    weights = lent(optimizer, weight)
-    with pytest.raises(errors.InvalidError, match="tensor is 99, but must be below 8 parameters"):
-        lent(optimizer, 99)
-    if transport == "tcp":
-        assert weights.runs() is None
-        return
-    [runs] = weights.runs()
-    assert len(runs) > 1 and [first for _, first, _ in runs] == [sum(elements for _, _, elements in runs[:place]) for place in range(len(runs))]
-    found = b"".join(ctypes.string_at(address, 4 * elements) for address, _, elements in runs)
-    assert found == list(model.parameters())[weight].detach().numpy().tobytes()
-    steps(model, optimizer, range(1, 2))
-    weights.check()
-    steps(model, optimizer, range(2, 3))
-    optimizer.flush()
-    with pytest.raises(errors.LongshoreError, match="kept by its server"):
-        weights.check()
-    assert all(parameter.sum().isfinite() for parameter in model.parameters()) and lent(optimizer, weight) is None
-    optimizer.close()
-
-
 def test_a_server_that_overwrites_what_a_device_still_copies_fails_the_step() -> None:
     device = Simulated(0)
     with on(device):
@@ -237,42 +203,6 @@ def test_copies_end_before_the_last_gradient_leaves(streaming: bool, everything:
             assert leaving[0] == "finish", "it is all pushed at once"
         assert notes[-2:] == ["finish", "commit"], "what was read since then has come, too"
         optimizer.close()
-
-
-class Cuda:
-    """The part of the CUDA runtime that torch has. Its second and later calls fail."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, ...]] = []
-        self.fails_with = 2
-
-    def cudaHostRegister(self, *given: int) -> int:
-        self.calls.append(given)
-        return 0 if len(self.calls) == 1 else self.fails_with
-
-    def cudaHostUnregister(self, *given: int) -> int:
-        self.calls.append(given)
-        return 0
-
-
-def test_memory_is_registered_by_the_cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, devices, forgotten = Cuda(), [], []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: devices.append(device) or torch.no_grad())
-    monkeypatch.setattr(_device, "_meaning", lambda code: f"error {code}")
-    monkeypatch.setattr(_device, "_forget_error", forgotten.append)
-    accelerator, device = _device.Accelerator(), torch.device("cuda:1")
-    accelerator.register(4096, 8192, device)
-    assert (devices, forgotten) == ([device], [])
-    with pytest.raises(_device.NotRegistered, match="of 4096 bytes returned 2 .error 2.: raise the limit of locked memory .ulimit -l"):
-        accelerator.register(65536, 4096, device)
-    assert forgotten == [device], "or the next kernel of this thread would raise it"
-    cuda.fails_with = 801
-    with pytest.raises(_device.NotRegistered, match="returned 801 .error 801.: this device, or its driver, cannot lock memory of this kind"):
-        accelerator.register(65536, 4096, device, read_only=True)
-    accelerator.unregister(4096, device)
-    assert devices == [device] * 4, "another device would get a context of this process"
-    assert cuda.calls == [(4096, 8192, 1), (65536, 4096, 1), (65536, 4096, 9), (4096,)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

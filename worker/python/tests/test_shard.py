@@ -36,63 +36,6 @@ def test_micro_steps_fetch_the_same_version(accumulate_on: str, delay: int) -> N
     same(whole, cut)
 
 
-def test_a_delayed_run_that_is_flushed_goes_on() -> None:
-    """flush returns master weights, and the steps after it compute with images again."""
-    whole, cut = pair(Deep)
-    options = {"delay": 1, "warmup_steps": 1}
-    plain, optimizer = optimizer_of(whole, **options), optimizer_of(cut, **options)
-    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
-    for model, its in ((whole, plain), (cut, optimizer)):
-        train(model, its, steps=4)
-        assert its.flush() == 4
-    same(whole, cut)
-    for model, its in ((whole, plain), (cut, optimizer)):
-        train(model, its, steps=4, first=4)
-        assert its.flush() == 8
-    same(whole, cut)
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_refused_step_that_is_given_up(delay: int) -> None:
-    """The job is joined again, and weights come from it again."""
-    whole, cut = pair(Deep)
-    cut.layers[3].requires_grad_(False)
-    whole.layers[3].requires_grad_(False)
-    options = {"missing_gradients": "error", "delay": delay, "warmup_steps": 1}
-    plain, optimizer = optimizer_of(whole, **options), optimizer_of(cut, **options)
-    sharded = longshore.shard(cut, optimizer, budget := weight_bytes(cut) // 8)
-    for model, its in ((whole, plain), (cut, optimizer)):
-        train(model, its, steps=3)
-        its.flush()
-        for _ in range(2):
-            model.layers[1](torch.ones(4, 48, dtype=torch.bfloat16)).sum().backward()
-            with pytest.raises(errors.MissingGradientError, match=r"flush\(\) to give this step up"):
-                its.step()
-            assert its.flush() == 3
-    fetched = sharded.fetched_bytes
-    same(whole, cut)
-    for model, its in ((whole, plain), (cut, optimizer)):
-        train(model, its, steps=3, first=3)
-        assert its.flush() == 6
-    same(whole, cut)
-    assert sharded.fetched_bytes > fetched and sharded.peak_weight_bytes <= budget
-
-
-def test_a_version_that_no_checkpoint_has() -> None:
-    """The load is refused, and the current job continues."""
-    whole, cut = pair(Deep)
-    plain, optimizer = optimizer_of(whole), optimizer_of(cut)
-    longshore.shard(cut, optimizer, weight_bytes(cut) // 8)
-    for model, its in ((whole, plain), (cut, optimizer)):
-        train(model, its, steps=2)
-        state = its.state_dict()
-        train(model, its, steps=2, first=2)
-        with pytest.raises(errors.StateError):
-            its.load_state_dict(state)
-        train(model, its, steps=2, first=4)
-    same(whole, cut)
-
-
 def test_over_sockets_from_two_servers(two_servers: str) -> None:
     whole, cut = pair(Deep, width=80)
     train(whole, optimizer_of(whole))

@@ -1,9 +1,6 @@
 """Unsupported uses of a model in units are refused by name, with a remedy, before anything goes wrong."""
 
 import contextlib
-import threading
-from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +10,7 @@ from units import Deep, optimizer_of, same, train, weight_bytes
 
 import longshore
 from longshore import errors
-from longshore.transfer import device as _device
-from longshore.transfer.tensors import UnitParameter
 from longshore.units import model as _model
-from longshore.units.fetch import Fetch
 from longshore.units.fetching import Fetcher
 
 
@@ -230,117 +224,5 @@ def test_ctrl_c_in_a_forward_keeps_no_unit_here(how: str) -> None:
     same(*models)
 
 
-def test_hooks_of_others_stay_where_ctrl_c_has_left_ours() -> None:
-    model, optimizer, _ = cut(1)
-    model.layers[2].register_forward_pre_hook(_interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        model.loss(0)
-    model.layers[2]._forward_pre_hooks.popitem()
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
-        model.loss(0).backward()
-    assert packed
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def test_ctrl_c_waits_for_what_still_writes() -> None:
-    """The memory of a prefetch must stay while its thread writes there."""
-    begun, goes_on = threading.Event(), threading.Event()
-
-    class Read(Future[None]):
-        def result(self, timeout: float | None = None) -> None:
-            raise KeyboardInterrupt
-
-        def cancel(self) -> bool:
-            goes_on.set()
-            return super().cancel()
-
-    read = Read()
-    read.set_running_or_notify_cancel()
-
-    def write() -> None:
-        begun.set()
-        assert goes_on.wait(60)
-        read.set_result(None)
-
-    fetch = Fetch(Fetcher(None, 0, [], lambda _: False), [])
-    fetch.read = read
-    thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    assert begun.wait(60)
-    with pytest.raises(KeyboardInterrupt):
-        fetch.finish()
-    assert read.done(), "the thread has ended its write"
-    thread.join(60)
-
-
-def test_memory_goes_back_behind_its_copies_where_ranks_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream that allocated the memory waits for the stream that still writes there."""
-    given: list[tuple[str, str]] = []
-    current = ["allocates"]
-
-    class Noted(_device.Accelerator):
-        def has(self, tensor: torch.Tensor) -> bool:
-            return True
-
-        def current_stream(self, device: torch.device) -> str:
-            return current[0]
-
-        def record(self, stream: str) -> str:
-            return f"done on {stream}"
-
-        def let_wait(self, stream: str, event: str) -> None:
-            given.append((stream, event))
-
-        def copy(self, target: torch.Tensor, source: torch.Tensor, stream: str) -> None:
-            given.append((stream, "copy"))
-
-    def fails(*_: object, **__: object) -> None:
-        raise errors.LongshoreError("rank 1 could not get its part")
-
-    monkeypatch.setattr(_device, "accelerator", Noted())
-    weights = torch.ones(4)
-    fetcher = Fetcher(None, 0, [], lambda _: False, rounds=SimpleNamespace(agree=fails))  # type: ignore[arg-type]
-    fetcher._streams[weights.device] = "copies"
-    fetch = Fetch(fetcher, [_model.Member("weight", weights, [], None)])
-    fetch.sources.append((weights, weights.clone()))
-    current[0] = "uses"
-    with pytest.raises(errors.LongshoreError, match="rank 1"):
-        fetch.finish_together("layers.0", 0, is_backward=False)
-    assert given.index(("copies", "copy")) < given.index(("allocates", "done on copies"))
-
-
 def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_several_writes_that_would_be_lost_leave_nothing_pinned() -> None:
-    model, optimizer, sharded = cut(1)
-    layer = model.layers[2]
-    with pytest.raises(errors.UsageError, match=r"layers\.2\.weight of unit layers\.2 was changed in place"), torch.no_grad():
-        with longshore.GatheredParameters(layer.parameters()):
-            layer.weight.zero_()
-            layer.bias.zero_()
-    assert [type(parameter) for parameter in layer.parameters()] == [UnitParameter] * 2
-    sharded.release()
-    assert (sharded.resident, sharded.weight_bytes) == ([], 0)
-    handle = layer.register_forward_pre_hook(lambda module, _: module.weight.detach().zero_())
-    with pytest.raises(errors.UsageError, match="changed in place"), torch.no_grad():
-        model(model.inputs(0))
-    handle.remove()
-    sharded.release()
-    assert sharded.resident == []
-    train(model, optimizer, steps=2)
-
-
-def test_a_prefetch_that_fails_and_that_nobody_needs() -> None:
-    model, optimizer, sharded = cut(1)
-    home = model.layers[2].weight._longshore_home
-    unit = home.units[2]
-    fetch = home._begin_fetch(unit.members, ahead=False)
-    fetch.read = Future()
-    fetch.read.set_exception(errors.UnreachableError("no server answers"))
-    home._under_way[unit] = fetch
-    sharded.release()
-    assert (sharded.resident, sharded.weight_bytes) == ([], 0)
-    train(model, optimizer, steps=1)

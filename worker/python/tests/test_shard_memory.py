@@ -1,14 +1,12 @@
 """Over a network, a process with a model in units holds only units on their way, and asks for each as often as it comes."""
 
-import threading
 
 import pytest
-from conftest import Server, several
+from conftest import several
 from models import pair
-from units import Deep, check_in_units, in_units, optimizer_of, same, train, weight_bytes
+from units import Deep, check_in_units, optimizer_of, same, train, weight_bytes
 
 import longshore
-from longshore import errors
 from longshore.units.residency import Residency
 
 LAYERS = 32
@@ -53,38 +51,6 @@ def test_a_process_that_joins_does_not_hold_the_model_either(servers: str) -> No
     train(cut, optimizer, steps=2, first=2)
     held = optimizer._connection.job.weights_held()
     assert 0 < held <= budget, f"{held} bytes, budget {budget}"
-
-
-def test_gradients_leave_while_units_are_awaited(server: Server) -> None:
-    _, cut = pair(Deep)
-    optimizer, _ = in_units(cut, servers=server.address, job="pushes", transport="tcp", deadline=300)
-    train(cut, optimizer, steps=2)
-    connection = optimizer._connection
-    assert connection is not None
-    param = connection.params[0]
-    gradient, target = (param.tensor.new_ones(param.shape).contiguous() for _ in range(2))
-    place, into = ((param.index, tensor.data_ptr(), param.elements, param.wire) for tensor in (gradient, target))
-    server.stop()
-    with pytest.raises(errors.InvalidError, match=r"tensor is \d+ elements from 1 on, but must be a part of \d+ elements"):
-        connection.job.fetch(connection.version, [(into, 1)])
-    fetch = connection.job.fetch(connection.version, [(into, 0)])
-    reads = threading.Event()
-
-    def read() -> None:
-        reads.set()
-        with pytest.raises(errors.UsageError):
-            fetch.read()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    reads.wait(60)
-    connection.job.begin_step()
-    connection.job.push([place])
-    assert reader.is_alive(), "the weights have not come"
-    fetch.cancel()
-    reader.join(60)
-    assert not reader.is_alive(), "a wait that is cancelled ends while the server is stopped"
-    server.resume()
 
 
 def test_small_units_come_from_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
