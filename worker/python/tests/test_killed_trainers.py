@@ -74,21 +74,6 @@ def test_the_trainer_goes_on_from_a_save_of_a_server_inside_its_process(tmp_path
     assert example.main(str(tmp_path / "killed"), None, None, "save", **ARGUMENTS) == undisturbed
 
 
-def test_a_save_that_a_kill_cut_short_is_left_out(tmp_path: pathlib.Path, servers: str) -> None:
-    more = {**ARGUMENTS, "lr_scheduler_type": "constant"}
-    undisturbed = example.main(str(tmp_path / "plain"), servers, "plain", **more)
-    output = tmp_path / "cut"
-    example.main(str(output), servers, "cut", **{**more, "max_steps": 6})
-    # The Trainer writes these files in place, in this order.
-    cut = output / "checkpoint-6"
-    (cut / "trainer_state.json").unlink()
-    (cut / "rng_state.pth").unlink()
-    (cut / "optimizer.pt").write_bytes((cut / "optimizer.pt").read_bytes()[:100])
-    resumed = example.main(str(output), servers, "cut", "newest", **more)
-    assert resumed == {at: undisturbed[at] for at in resumed}
-    assert set(resumed) >= {*range(1, 6), *range(7, STEPS + 1)}
-
-
 def test_a_save_within_that_of_the_state_counts_as_cut_short(tmp_path: pathlib.Path) -> None:
     from longshore.huggingface import last_whole
 
