@@ -13,6 +13,7 @@ use crate::{
         MAX_LEAVE_OUT_PARAMS, MAX_MICRO_STEPS, MAX_SHARD_ELEMENTS, MAX_WORLD_SIZE,
     },
     partition::{self, Partition},
+    placement::Placement,
     properties::{JobProperties, TierKind},
     state::{Formats, StateFormat},
 };
@@ -78,6 +79,17 @@ pub struct JobSpec {
     /// Steps leave out parameters without a gradient. Such a gradient is -0 in every element.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub leave_out: bool,
+    /// Number of servers that hold each shard: 1 or 2. With 2 the loss of a server loses no step.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub replicas: u32,
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn is_one(number: &u32) -> bool {
+    *number == 1
 }
 
 impl JobSpec {
@@ -103,7 +115,14 @@ impl JobSpec {
             formats: Formats::default(),
             partitions: Vec::new(),
             leave_out: false,
+            replicas: 1,
         }
+    }
+
+    /// The placement of a new job on these servers.
+    pub fn striped(&self, servers: Vec<String>, shards: u32) -> Placement {
+        let placement = Placement::striped(servers, shards);
+        if self.replicas > 1 { placement.with_replicas() } else { placement }
     }
 
     /// Checks every field against its limit and returns the layout of the parameters.
@@ -123,6 +142,12 @@ impl JobSpec {
         range("micro_steps", self.micro_steps.into(), 1, MAX_MICRO_STEPS.into())?;
         range("max_delay", self.max_delay.into(), 0, MAX_DELAY.into())?;
         range("groups", self.groups.len() as u64, 1, MAX_GROUPS as u64)?;
+        range("replicas", self.replicas.into(), 1, 2)?;
+        if self.replicas > 1 && self.tier != TierKind::Memory {
+            let (limit, remedy) =
+                ("memory, with replicas 2", "leave replicas out: drives keep what a server has lost");
+            return Err(Fault::invalid("spec.tier", self.tier, limit, remedy));
+        }
         range("shard_elements", self.shard_elements, BLOCK_ELEMENTS, MAX_SHARD_ELEMENTS)?;
         if !self.shard_elements.is_multiple_of(BLOCK_ELEMENTS) {
             let limit = format!("a multiple of the block, {BLOCK_ELEMENTS}");
@@ -271,6 +296,7 @@ impl JobSpec {
             ("state_format", self.formats.state.to_string(), other.formats.state.to_string()),
             ("master_format", self.formats.master.to_string(), other.formats.master.to_string()),
             ("leave_out", self.leave_out.to_string(), other.leave_out.to_string()),
+            ("replicas", self.replicas.to_string(), other.replicas.to_string()),
             ("rounding_seed", self.formats.seed.to_string(), other.formats.seed.to_string()),
         ];
         for (field, ours, theirs) in fields {

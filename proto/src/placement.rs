@@ -16,7 +16,11 @@ pub struct Placement {
     pub servers: Vec<String>,
     /// Owner of each shard, indexed by shard.
     pub owners: Vec<ServerId>,
-    /// Changes of owners that a step in flight may still ask about, oldest first.
+    /// Replica of each shard, indexed by shard: a second server that makes the same updates of the same gradients.
+    /// [`NO_SERVER`] where a shard has none. Empty in a job without replicas.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub replicas: Vec<ServerId>,
+    /// Changes of owners and replicas that a step in flight may still ask about, oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub handovers: Vec<Handover>,
     /// The job's clock minus the clock of its first member, in ms. Processes of a rank are ordered by the job's clock,
@@ -29,14 +33,20 @@ fn is_zero(value: &i64) -> bool {
     *value == 0
 }
 
-/// A shard's change of owner.
+/// The replica of a shard without one.
+pub const NO_SERVER: ServerId = ServerId(u32::MAX);
+
+/// A shard's change of owner or replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Handover {
     pub shard: ShardId,
-    /// First step of the new owner.
+    /// First step of the new server.
     pub from_step: Step,
-    /// The owner of the steps before.
+    /// The server of the steps before; [`NO_SERVER`] for a replica where there was none.
     pub before: ServerId,
+    /// The replica changes, and not the owner.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_replica: bool,
 }
 
 /// A change of a placement, decided with a step. Moves take effect once every rank knows of them.
@@ -46,8 +56,14 @@ pub struct PlacementChange {
     pub added: Vec<String>,
     /// New owners of shards.
     pub moves: Vec<(ShardId, ServerId)>,
+    /// New replicas of shards; [`NO_SERVER`] drops one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub replicas: Vec<(ShardId, ServerId)>,
     /// Servers without shards that leave the job.
     pub removed: Vec<ServerId>,
+    /// Servers that are gone for good. The other server of each of their shards is the owner, at once.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lost: Vec<ServerId>,
     /// The placement's epoch after the change: one more than before.
     pub epoch: Epoch,
     /// Added to the placement's, where the first member leaves: its clock minus that of the next one.
@@ -68,20 +84,66 @@ impl Placement {
         Placement { epoch: Epoch(1), servers, owners, ..Placement::default() }
     }
 
+    /// Gives each shard a replica on another server than its owner's. Replicas of one owner's shards are dealt over all
+    /// others, so that each takes an equal part of a lost server's shards.
+    pub fn with_replicas(mut self) -> Placement {
+        let count = self.servers.len() as u32;
+        let replica = |(shard, owner): (u32, &ServerId)| match count {
+            1 => NO_SERVER,
+            _ => ServerId((owner.0 + 1 + shard / count % (count - 1)) % count),
+        };
+        self.replicas = (0..).zip(&self.owners).map(replica).collect();
+        self
+    }
+
     /// The newest owner of a shard.
     pub fn owner(&self, shard: ShardId) -> ServerId {
         self.owners[shard.index()]
     }
 
-    /// The owner that takes a shard's gradients of `step` and makes its version.
+    /// The newest replica of a shard.
+    pub fn replica(&self, shard: ShardId) -> Option<ServerId> {
+        self.replicas.get(shard.index()).copied().filter(|&server| server != NO_SERVER)
+    }
+
+    /// Number of shards without the replica that the job's others have.
+    pub fn unreplicated(&self) -> usize {
+        self.replicas.iter().filter(|&&server| server == NO_SERVER).count()
+    }
+
+    /// Returns true if a server is the newest owner or replica of a shard.
+    pub fn holds(&self, server: ServerId, shard: ShardId) -> bool {
+        self.owner(shard) == server || self.replica(shard) == Some(server)
+    }
+
+    /// The owner whose version of `step` counts: ranks pull it.
     pub fn owner_at(&self, shard: ShardId, step: Step) -> ServerId {
-        let later =
-            self.handovers.iter().find(|handover| handover.shard == shard && handover.from_step > step);
-        later.map_or(self.owner(shard), |handover| handover.before)
+        self.before(shard, step, false).unwrap_or(self.owner(shard))
+    }
+
+    /// The servers that take a shard's gradients of `step` and make its version, the owner first.
+    pub fn holders_at(&self, shard: ShardId, step: Step) -> impl Iterator<Item = ServerId> + use<> {
+        let owner = self.owner_at(shard, step);
+        let replica = self.before(shard, step, true).or(self.replica(shard));
+        std::iter::once(owner).chain(replica.filter(|&replica| replica != NO_SERVER && replica != owner))
+    }
+
+    /// The server before a change that counts from a later step than `step` on.
+    fn before(&self, shard: ShardId, step: Step, is_replica: bool) -> Option<ServerId> {
+        let is_later =
+            |of: &&Handover| (of.shard, of.is_replica) == (shard, is_replica) && of.from_step > step;
+        self.handovers.iter().find(is_later).map(|handover| handover.before)
+    }
+
+    /// The server that has a shard's state of `version`, for a server that makes later versions.
+    pub fn source(&self, server: ServerId, shard: ShardId, version: crate::ids::Version) -> ServerId {
+        let step = Step(version.0);
+        let before = self.before(shard, step, self.owner(shard) != server);
+        before.filter(|&before| before != NO_SERVER).unwrap_or(self.owner_at(shard, step))
     }
 
     /// The steps at which a server owns a shard, as far as handovers tell. Empty if it owns none that a step in flight
-    /// may ask about.
+    /// may ask about. Tiers that keep records have no replicas.
     pub fn span(&self, server: ServerId, shard: ShardId) -> Range<u64> {
         let is_owner = self.owner(shard) == server;
         match self.handovers.iter().rfind(|handover| handover.shard == shard) {
@@ -119,13 +181,51 @@ impl Placement {
         self.clock_ahead_ms = self.clock_ahead_ms.saturating_add(change.clock_ahead_ms);
         self.servers.extend(change.added.iter().cloned());
         self.handovers.retain(|handover| handover.from_step.0 + STEPS_KNOWN > step.0);
+        change.lost.iter().for_each(|&server| self.lose(server));
         for &(shard, to) in &change.moves {
             let before = std::mem::replace(&mut self.owners[shard.index()], to);
-            self.handovers.push(Handover { shard, from_step, before });
+            self.handovers.push(Handover { shard, from_step, before, is_replica: false });
+            if self.replica(shard) == Some(to) {
+                self.replicas[shard.index()] = NO_SERVER;
+                self.handovers.push(Handover { shard, from_step, before: to, is_replica: true });
+            }
+        }
+        for &(shard, to) in &change.replicas {
+            let before = std::mem::replace(&mut self.replicas[shard.index()], to);
+            self.handovers.push(Handover { shard, from_step, before, is_replica: true });
         }
         for server in &change.removed {
             self.servers[server.0 as usize].clear();
         }
+    }
+
+    /// Takes a server for lost: the other holder of each of its shards is the owner. A server that was to get a shard's
+    /// state from the lost one holds the shard no more, if another does.
+    fn lose(&mut self, server: ServerId) {
+        for (shard, owner) in (0..).map(ShardId).zip(&mut self.owners) {
+            let Some(replica) = self.replicas.get_mut(shard.index()) else { continue };
+            let moving = self.handovers.iter().rfind(|of| of.shard == shard && of.before == server);
+            let moving = moving.map(|of| of.is_replica);
+            if *replica == server || moving == Some(true) {
+                *replica = NO_SERVER;
+                self.handovers.retain(|of| of.shard != shard || !of.is_replica);
+            } else if *replica != NO_SERVER && (*owner == server || moving == Some(false)) {
+                *owner = std::mem::replace(replica, NO_SERVER);
+                // The new owner may have yet to get its state from the replica before it.
+                self.handovers.retain(|of| of.shard != shard || of.is_replica && of.before != NO_SERVER);
+                self.handovers.iter_mut().filter(|of| of.shard == shard).for_each(|of| of.is_replica = false);
+            }
+        }
+        self.handovers.retain(|of| of.before != server);
+        self.servers[server.0 as usize].clear();
+    }
+
+    /// Returns the first shard of which nothing is left once these servers are lost.
+    pub fn last_of(&self, lost: &[ServerId]) -> Option<ShardId> {
+        let is_last = |shard: &ShardId| {
+            lost.contains(&self.owner(*shard)) && self.replica(*shard).is_none_or(|of| lost.contains(&of))
+        };
+        (0..self.owners.len() as u32).map(ShardId).find(is_last)
     }
 
     /// Returns true if every handover is over: no step in flight at `version` has an owner that is not the newest.
@@ -162,19 +262,37 @@ impl Placement {
             Some(address) => !address.is_empty(),
             None => (server.0 as usize) < count,
         };
+        let moving = |shard: &ShardId| {
+            let is_open = |of: &Handover| of.shard == *shard && of.from_step.0 + STEPS_KNOWN > step.0;
+            self.handovers.iter().any(is_open)
+        };
         for (shard, to) in &change.moves {
             let Some(owner) = self.owners.get(shard.index()) else {
                 return invalid("moves", shard.to_string(), format!("below {}", self.owners.len()));
             };
-            let moving =
-                |handover: &Handover| handover.shard == *shard && handover.from_step.0 + STEPS_KNOWN > step.0;
-            if !is_member(to) || to == owner || self.handovers.iter().any(moving) {
+            if !is_member(to) || to == owner || moving(shard) {
                 let limit = "another member of the job, for a shard that no change moves now";
                 return invalid("moves", format!("{shard} to {to}"), limit.into());
             }
         }
+        for (shard, to) in &change.replicas {
+            let is_other = self.replicas.get(shard.index()).is_some_and(|replica| replica != to);
+            let is_free = is_other && !moving(shard) && change.moves.iter().all(|(moved, _)| moved != shard);
+            if !is_free || *to != NO_SERVER && (!is_member(to) || self.owner(*shard) == *to) {
+                let limit = "a member that does not own the shard, in a job with replicas, for a shard that no change moves now";
+                return invalid("replicas", format!("{shard} to {to}"), limit.into());
+            }
+        }
+        if let Some(unknown) = change.lost.iter().find(|server| !is_member(server)) {
+            return invalid("lost", unknown.to_string(), "a member of the job".into());
+        }
+        if let Some(shard) = self.last_of(&change.lost) {
+            let limit = "servers whose shards others hold too";
+            return invalid("lost", format!("{:?}, with the last of {shard}", change.lost), limit.into());
+        }
         let owns = |server: &ServerId| {
             self.owners.contains(server)
+                || self.replicas.contains(server)
                 || self
                     .handovers
                     .iter()
@@ -189,6 +307,12 @@ impl Placement {
     pub fn owned(&self, server: ServerId) -> Vec<ShardId> {
         let shards = (0..self.owners.len() as u32).map(ShardId);
         shards.filter(|&shard| self.owner(shard) == server).collect()
+    }
+
+    /// The shards of which a server is the newest owner or replica.
+    pub fn held(&self, server: ServerId) -> Vec<ShardId> {
+        let shards = (0..self.owners.len() as u32).map(ShardId);
+        shards.filter(|&shard| self.holds(server, shard)).collect()
     }
 
     pub fn validate(&self, shards: u32) -> Result<(), Fault> {
@@ -212,6 +336,19 @@ impl Placement {
                 return Err(Fault::invalid(field, owner.0, limit, "name an existing server"));
             }
         }
+        if !self.replicas.is_empty() && self.replicas.len() != self.owners.len() {
+            let limit = format!("{shards}, the layout's number of shards, or none");
+            let remedy = "give each shard a replica";
+            return Err(Fault::invalid("placement.replicas", self.replicas.len(), limit, remedy));
+        }
+        for (shard, (owner, replica)) in self.owners.iter().zip(&self.replicas).enumerate() {
+            let is_server = (replica.0 as usize) < self.servers.len() && replica != owner;
+            if !is_server && *replica != NO_SERVER {
+                let limit = format!("below {}, the number of servers, and not the owner", self.servers.len());
+                let field = format!("placement.replicas[{shard}]");
+                return Err(Fault::invalid(field, replica.0, limit, "name another server"));
+            }
+        }
         // Later placements may have servers that own nothing yet, or nothing any more.
         if self.epoch > Epoch(1) { Ok(()) } else { self.check_all_own() }
     }
@@ -233,7 +370,7 @@ impl Placement {
     /// Refuses a second open of a job whose shards have other owners. Addresses may change, since a server may
     /// restart elsewhere.
     pub fn same_owners(&self, other: &Placement) -> Result<(), Fault> {
-        if self.owners == other.owners {
+        if self.owners == other.owners && self.replicas == other.replicas {
             return Ok(());
         }
         let remedy = "name the same servers in the same order; or take the job to these: `longshore checkpoint` on the servers that hold \

@@ -222,7 +222,7 @@ impl Cluster {
         }
         servers.truncate(self.oracle.layout.shards() as usize);
         sim.note(OUTSIDE, || format!("the job shall have {servers:?}"));
-        let wanted = v1::Wanted { servers, asked_micros: sim.now().as_micros() as u64 };
+        let wanted = v1::Wanted { servers, asked_micros: sim.now().as_micros() as u64, ..Default::default() };
         for server in lock(&self.servers).iter() {
             server.want(&wanted);
         }

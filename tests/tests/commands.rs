@@ -54,7 +54,8 @@ const ELSEWHERE: [(&str, &str); 23] = [
 ];
 
 /// Parts of `longshore` lines that are parsed alone, with the reason.
-const NOT_RUN: [(&str, &str); 5] = [
+const NOT_RUN: [(&str, &str); 6] = [
+    ("--lost", "needs a server that is lost; replicas.rs runs it beside ranks"),
     ("--wait", "waits until ranks make steps; scale.rs runs it beside them"),
     ("longshore bench", "measures for minutes; bench.rs runs short ones"),
     ("--model", "reads a model's files, as the tests of plan do"),

@@ -29,6 +29,7 @@ mod output;
 mod overflow;
 mod packages;
 mod page;
+mod replicas;
 mod restore;
 mod right_bits;
 mod rooms;

@@ -129,6 +129,7 @@ impl Wire for JobSpec {
             formats,
             partitions: partitions_from_wire(spec.partitions)?,
             leave_out: spec.leave_out,
+            replicas: spec.replicas.max(1),
         })
     }
 
@@ -153,6 +154,7 @@ impl Wire for JobSpec {
             partitions: self.partitions.iter().map(partition_to_wire).collect(),
             worker_local: false,
             leave_out: self.leave_out,
+            replicas: if self.replicas > 1 { self.replicas } else { 0 },
         }
     }
 }
@@ -194,6 +196,7 @@ impl Wire for Placement {
             epoch: Epoch(placement.epoch),
             servers: placement.servers,
             owners: placement.owners.into_iter().map(ServerId).collect(),
+            replicas: placement.replicas.into_iter().map(ServerId).collect(),
             handovers: placement.handovers.into_iter().map(handover_from_wire).collect(),
             clock_ahead_ms: placement.clock_ahead_ms,
         })
@@ -204,6 +207,7 @@ impl Wire for Placement {
             epoch: self.epoch.0,
             servers: self.servers.clone(),
             owners: self.owners.iter().map(|owner| owner.0).collect(),
+            replicas: self.replicas.iter().map(|replica| replica.0).collect(),
             handovers: self.handovers.iter().map(handover_to_wire).collect(),
             clock_ahead_ms: self.clock_ahead_ms,
         }
@@ -211,13 +215,13 @@ impl Wire for Placement {
 }
 
 fn handover_from_wire(handover: v1::Handover) -> Handover {
-    let v1::Handover { shard, from_step, before } = handover;
-    Handover { shard: ShardId(shard), from_step: Step(from_step), before: ServerId(before) }
+    let v1::Handover { shard, from_step, before, is_replica } = handover;
+    Handover { shard: ShardId(shard), from_step: Step(from_step), before: ServerId(before), is_replica }
 }
 
 fn handover_to_wire(handover: &Handover) -> v1::Handover {
-    let Handover { shard, from_step, before } = *handover;
-    v1::Handover { shard: shard.0, from_step: from_step.0, before: before.0 }
+    let Handover { shard, from_step, before, is_replica } = *handover;
+    v1::Handover { shard: shard.0, from_step: from_step.0, before: before.0, is_replica }
 }
 
 impl Wire for PlacementChange {
@@ -227,8 +231,10 @@ impl Wire for PlacementChange {
         let change = change.ok_or_else(|| missing("commit.placement"))?;
         Ok(PlacementChange {
             added: change.added,
-            moves: change.moves.into_iter().map(|of| (ShardId(of.shard), ServerId(of.to))).collect(),
+            moves: moves_from_wire(change.moves),
+            replicas: moves_from_wire(change.replicas),
             removed: change.removed.into_iter().map(ServerId).collect(),
+            lost: change.lost.into_iter().map(ServerId).collect(),
             epoch: Epoch(change.epoch),
             clock_ahead_ms: change.clock_ahead_ms,
         })
@@ -237,12 +243,22 @@ impl Wire for PlacementChange {
     fn to_wire(&self) -> v1::PlacementChange {
         v1::PlacementChange {
             added: self.added.clone(),
-            moves: self.moves.iter().map(|&(shard, to)| v1::Move { shard: shard.0, to: to.0 }).collect(),
+            moves: moves_to_wire(&self.moves),
+            replicas: moves_to_wire(&self.replicas),
             removed: self.removed.iter().map(|server| server.0).collect(),
+            lost: self.lost.iter().map(|server| server.0).collect(),
             epoch: self.epoch.0,
             clock_ahead_ms: self.clock_ahead_ms,
         }
     }
+}
+
+fn moves_from_wire(moves: Vec<v1::Move>) -> Vec<(ShardId, ServerId)> {
+    moves.into_iter().map(|of| (ShardId(of.shard), ServerId(of.to))).collect()
+}
+
+fn moves_to_wire(moves: &[(ShardId, ServerId)]) -> Vec<v1::Move> {
+    moves.iter().map(|&(shard, to)| v1::Move { shard: shard.0, to: to.0 }).collect()
 }
 
 /// Returns the incarnation of a process that has joined or wants to join. 0 is refused: no process has it.

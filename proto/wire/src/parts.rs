@@ -16,6 +16,7 @@ impl DescribeResponse {
         }
         if let (Some(placement), Some(more)) = (&mut self.placement, part.placement) {
             placement.owners.extend(more.owners);
+            placement.replicas.extend(more.replicas);
         }
         if let (Some(progress), Some(more)) = (&mut self.progress, part.progress) {
             progress.missing_shards.extend(more.missing_shards);

@@ -1,15 +1,17 @@
-//! Shards move between servers at any step, and the bits are those of one server that keeps them all.
+//! Shards move between servers at any step, and servers are lost whose shards have replicas. The bits are those of one
+//! server that keeps them all.
 
 use std::sync::Arc;
 
 use longshore_engine::{
     job::Job,
     kernels::Isa,
+    step::Awaited,
     tier::{Spill, Storage},
 };
 use longshore_proto::{
-    Commit, Correction, Dtype, Epoch, Formats, JobSpec, MasterFormat, Partition, PlacementChange, ServerId,
-    ShardId, StateFormat, Step, TierKind, Version,
+    Commit, Correction, Dtype, Epoch, Formats, JobSpec, MasterFormat, NO_SERVER, Partition, PlacementChange,
+    ServerId, ShardId, StateFormat, Step, TierKind, Version,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -65,8 +67,10 @@ impl Moving {
         let first = weights(&spec, seed);
         let alone = Cluster::started(&spec, 1, &first);
         let home = noise.one_in(2).then(|| TempDir::new().unwrap());
-        let spec = JobSpec { tier: if home.is_some() { TierKind::Nvme } else { TierKind::Memory }, ..spec };
-        let servers = 1 + noise.below(2);
+        let tier = if home.is_some() { TierKind::Nvme } else { TierKind::Memory };
+        let replicas = if home.is_none() && noise.one_in(2) { 2 } else { 1 };
+        let spec = JobSpec { tier, replicas, ..spec };
+        let servers = replicas as usize + noise.below(2);
         let storage = storage(&mut noise, home.as_ref(), 0);
         let mut moved = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), &storage).unwrap();
         (0..spec.world_size).for_each(|rank| moved.join(rank));
@@ -78,7 +82,10 @@ impl Moving {
     fn change(&mut self, step: u64) -> Option<PlacementChange> {
         let mut change =
             PlacementChange { epoch: Epoch(self.moved.placement.epoch.0 + 1), ..Default::default() };
-        if self.moved.jobs.len() < 4 && self.noise.one_in(4) {
+        if self.moved.spec.replicas > 1 && self.noise.one_in(5) && self.lose(step, &mut change) {
+            return Some(change);
+        }
+        if self.moved.living().count() < 4 && self.noise.one_in(4) {
             self.settle();
             let storage = storage(&mut self.noise, self.home.as_ref(), self.moved.jobs.len());
             change.added.push(self.moved.add_server(&storage));
@@ -88,25 +95,56 @@ impl Moving {
             let first_new = self.moved.jobs.iter().position(is_new)?;
             for shard in (0..self.moved.layout.shards()).map(ShardId) {
                 let to = ServerId((first_new + self.noise.below(self.moved.jobs.len() - first_new)) as u32);
-                let change_of_one = PlacementChange { moves: vec![(shard, to)], ..change.clone() };
-                let may_move = self.moved.placement.check(&change_of_one, Step(step)).is_ok();
+                let to_replica = if self.noise.one_in(4) { NO_SERVER } else { to };
+                let moves = PlacementChange { moves: vec![(shard, to)], ..change.clone() };
+                let replicates = PlacementChange { replicas: vec![(shard, to_replica)], ..change.clone() };
+                let may = |of: &PlacementChange| self.moved.placement.check(of, Step(step)).is_ok();
+                let (may_move, may_replicate) = (may(&moves), may(&replicates));
                 if may_move && self.noise.one_in(3) {
                     change.moves.push((shard, to));
+                } else if may_replicate && self.noise.one_in(2) {
+                    change.replicas.push((shard, to_replica));
                 }
             }
         }
         let mut target = self.moved.placement.clone();
-        change.moves.iter().for_each(|&(shard, to)| target.owners[shard.index()] = to);
-        for (server, job) in (0..).map(ServerId).zip(&self.moved.jobs) {
-            job.make_room(&target.owned(server)).unwrap();
+        target.apply(&change, Step(step), 0);
+        for server in self.moved.living() {
+            self.moved.jobs[server].make_room(&target.held(ServerId(server as u32))).unwrap();
         }
-        (!change.added.is_empty() || !change.moves.is_empty()).then_some(change)
+        let is_none = change.added.is_empty() && change.moves.is_empty() && change.replicas.is_empty();
+        (!is_none).then_some(change)
+    }
+
+    /// Loses a server whose shards others have.
+    fn lose(&mut self, step: u64, change: &mut PlacementChange) -> bool {
+        let server = self.noise.below(self.moved.jobs.len());
+        let number = ServerId(server as u32);
+        let lost = PlacementChange { lost: vec![number], ..change.clone() };
+        // A replica whose state is on its way from the lost owner is no holder.
+        let counts_on = |of: usize| {
+            let is_last = |it: &Awaited| {
+                let mut holders = self.moved.placement.holders_at(it.shard, Step(u64::MAX));
+                it.source == number && holders.all(|holder| holder == number || holder.0 as usize == of)
+            };
+            self.moved.jobs[of].awaited().iter().any(is_last)
+        };
+        let may = self.moved.placement.check(&lost, Step(step)).is_ok()
+            && !self.moved.living().filter(|&of| of != server).any(counts_on);
+        if may {
+            self.moved.lose(server);
+            *change = lost;
+        }
+        may
     }
 
     /// Performs some works and fetches in any order.
     fn act(&mut self) {
         while !self.noise.one_in(20) {
             let server = self.noise.below(self.moved.jobs.len());
+            if self.moved.lost.contains(&server) {
+                continue;
+            }
             match self.noise.below(3) {
                 0 => _ = self.moved.fetch(server),
                 1 => self.moved.jobs[server].free_handed(),
@@ -120,7 +158,7 @@ impl Moving {
         let mut acted = true;
         while acted {
             acted = false;
-            for server in 0..self.moved.jobs.len() {
+            for server in self.moved.living() {
                 acted |= self.moved.fetch(server) | self.moved.work_once(server);
             }
         }

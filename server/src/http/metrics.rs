@@ -2,7 +2,7 @@
 //!
 //! Readers that accept OpenMetrics, such as Prometheus, get it. Others get Prometheus' older text format.
 //!
-//! The number of samples is bounded: about 58 a job, 19 of them its histogram's. Each of a job's first [`RANKS`] ranks
+//! The number of samples is bounded: about 59 a job, 19 of them its histogram's. Each of a job's first [`RANKS`] ranks
 //! adds one, and two for each transport of its payload. An identity adds 4, and a folder of `--state-dir` 56.
 
 use std::{
@@ -247,6 +247,13 @@ fn room(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     let fetched = |job: &Seen| job.handle.fetching.fetched();
     let awaited = "Shards that have moved here and whose state is on its way.";
     families.gauge("job_awaited_shards", awaited, None, each(jobs, |job| job.handle.job.awaited().len()))?;
+    let unreplicated = "Shards of the job without the replica that they should have.";
+    families.gauge(
+        "job_unreplicated_shards",
+        unreplicated,
+        None,
+        each(jobs, |job| job.handle.job.placement().unreplicated()),
+    )?;
     let bytes_fetched = "State of shards that have moved here.";
     families.counter("job_fetched", bytes_fetched, bytes(), each(jobs, move |job| fetched(job).bytes))?;
     let held = "Time that updates waited for state on its way.";

@@ -100,6 +100,7 @@ struct Job {
 struct Member {
     address: String,
     shards: usize,
+    replicas: usize,
     elements: u64,
     /// Shards that moved there with the last steps.
     arriving: usize,
@@ -110,6 +111,7 @@ struct Scaling {
     wanted: Vec<String>,
     is_reached: bool,
     awaited_shards: u32,
+    unreplicated_shards: u32,
     fetched_shards: u64,
     fetched_bytes: u64,
     held_seconds: f64,
@@ -204,10 +206,15 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
 fn members(placement: &Placement, layout: &Layout, version: Version) -> Vec<Member> {
     let member = |server: ServerId| {
         let owned = placement.owned(server);
-        let arrives = |of: &&Handover| placement.owner(of.shard) == server && of.from_step >= Step(version.0);
+        let holds = |of: &&Handover| match of.is_replica {
+            true => placement.replica(of.shard) == Some(server),
+            false => placement.owner(of.shard) == server,
+        };
+        let arrives = |of: &&Handover| holds(of) && of.from_step >= Step(version.0);
         Member {
             address: placement.servers[server.0 as usize].clone(),
             shards: owned.len(),
+            replicas: placement.replicas.iter().filter(|&&of| of == server).count(),
             elements: owned.iter().map(|&shard| layout.shard_len(shard)).sum(),
             arriving: placement.handovers.iter().filter(arrives).count(),
         }
@@ -220,6 +227,7 @@ fn scaling(of: v1::Scaling) -> Scaling {
         is_reached: of.reached_micros >= of.asked_micros,
         wanted: of.wanted,
         awaited_shards: of.awaited_shards,
+        unreplicated_shards: of.unreplicated_shards,
         fetched_shards: of.fetched_shards,
         fetched_bytes: of.fetched_bytes,
         held_seconds: of.held_seconds,

@@ -153,11 +153,12 @@ impl JobHandle {
             shard: awaited.shard.0,
             version: awaited.version.0,
             deadline_ms: DEFAULT_DEADLINE_MS,
+            ..FetchRequest::default()
         };
         let mut client =
             TensorsClient::new(channel).max_decoding_message_size(CHUNK_BYTES + CHUNK_HEADROOM_BYTES);
         let fault = |status| fault_from_status(&status, &awaited.address);
-        let mut parts = client.fetch(request).await.map_err(fault)?.into_inner();
+        let mut parts = client.fetch(request.clone()).await.map_err(fault)?.into_inner();
         let mut missing: usize = self.job.handed_bytes(awaited.shard)?.iter().sum();
         let (whole, mut held_since) = (missing, None);
         let mut patience = Duration::from_millis(DEFAULT_DEADLINE_MS);
@@ -182,16 +183,42 @@ impl JobHandle {
         self.until_image(awaited).await?;
         let (job, of) = (Arc::clone(&self.job), awaited.clone());
         let works = blocking(move || job.fetched(&of)).await?;
-        let mut fetched = self.fetching.lock();
-        (fetched.shards, fetched.bytes) = (fetched.shards + 1, fetched.bytes + whole as u64);
-        fetched.failure = None;
-        if !works.is_empty() {
-            fetched.held += held_since.map_or(Duration::ZERO, |since| since.elapsed());
+        drop(parts);
+        {
+            let mut fetched = self.fetching.lock();
+            (fetched.shards, fetched.bytes) = (fetched.shards + 1, fetched.bytes + whole as u64);
+            fetched.failure = None;
+            if !works.is_empty() {
+                fetched.held += held_since.map_or(Duration::ZERO, |since| since.elapsed());
+            }
         }
-        drop(fetched);
         tracing::debug!(job = %self.job.spec().name, shard = awaited.shard.0, version = awaited.version.0, "fetched");
         works.into_iter().for_each(|work| self.perform(Some(work)));
+        if awaited.is_replica {
+            self.say_arrived(&mut client, request, awaited).await;
+        }
         Ok(())
+    }
+
+    /// Tells the owner, whose updates wait for it, that a new replica has a shard's state. Repeats that until the owner
+    /// answers, or has stepped aside.
+    async fn say_arrived(
+        &self,
+        client: &mut TensorsClient<Channel>,
+        request: FetchRequest,
+        awaited: &Awaited,
+    ) {
+        let request = FetchRequest { arrived: true, ..request };
+        let mut pause = PAUSE;
+        while let Err(status) = client.fetch(request.clone()).await {
+            let fault = fault_from_status(&status, &awaited.address);
+            if !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
+                return;
+            }
+            self.note_failure(awaited, fault);
+            sleep(pause).await;
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        }
     }
 
     /// Waits until the image of an awaited shard may be written.

@@ -64,6 +64,8 @@ pub(crate) struct JobHandle {
 pub(crate) struct Wanted {
     pub(crate) servers: Vec<String>,
     pub(crate) asked_micros: u64,
+    /// Addresses of servers that are gone for good, as an operator says.
+    pub(crate) lost: Vec<String>,
 }
 
 impl JobHandle {
@@ -74,10 +76,20 @@ impl JobHandle {
     /// Keeps a wish for other servers, unless a later one is known.
     pub(crate) fn want(&self, wanted: Wanted) {
         let mut known = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lost = std::mem::take(&mut known.lost);
+        let placement = self.job.placement();
+        lost.retain(|lost| {
+            let is_named = wanted.servers.contains(lost) || wanted.lost.contains(lost);
+            !is_named && placement.addresses().any(|address| address == lost)
+        });
+        lost.extend(wanted.lost.iter().cloned());
         if known.asked_micros < wanted.asked_micros {
             *known = wanted;
         }
+        // A later wish takes back no word of a loss, unless it names the server again.
+        known.lost.clone_from(&lost);
         drop(known);
+        self.job.lend_no_more(&lost).into_iter().for_each(|work| self.perform(Some(work)));
         self.job.protocol.notify();
     }
 

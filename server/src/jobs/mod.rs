@@ -347,7 +347,7 @@ impl Jobs {
         };
         handle.job.spec().same_as(&wanted.spec)?;
         let placement = handle.job.placement();
-        let wants = wanted.placement.owned(wanted.server);
+        let wants = wanted.placement.held(wanted.server);
         let is_other = handle.job.server() != wanted.server || handle.job.opened() != wants;
         if is_new && handle.job.is_spare() && is_other {
             self.delete_open(&handle)?;

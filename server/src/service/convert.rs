@@ -47,11 +47,14 @@ pub(super) fn rank(rank: RankProgress, transport: &str, watches: bool) -> v1::Ra
 /// Returns None for a job whose servers never changed.
 pub(crate) fn scaling(handle: &JobHandle) -> Option<v1::Scaling> {
     let (wanted, fetched, awaited) = (handle.wanted(), handle.fetching.fetched(), handle.job.awaited().len());
-    if wanted.asked_micros == 0 && handle.job.placement().epoch <= Epoch(1) {
+    let placement = handle.job.placement();
+    if wanted.asked_micros == 0 && placement.epoch <= Epoch(1) {
         return None;
     }
     Some(v1::Scaling {
         wanted: wanted.servers,
+        lost: wanted.lost,
+        unreplicated_shards: placement.unreplicated() as u32,
         asked_micros: wanted.asked_micros,
         awaited_shards: awaited as u32,
         fetched_shards: fetched.shards,

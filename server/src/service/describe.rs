@@ -167,8 +167,11 @@ impl Described {
                 part.spec = Some(v1::JobSpec { params, ..Default::default() });
             }
             Piece::Owners(at) => {
-                let owners = job.placement().owners[at.clone()].iter().map(|owner| owner.0).collect();
-                part.placement = Some(v1::Placement { owners, ..Default::default() });
+                let placement = job.placement();
+                let owners = placement.owners[at.clone()].iter().map(|owner| owner.0).collect();
+                let replicas = placement.replicas.get(at.clone()).unwrap_or_default();
+                let replicas = replicas.iter().map(|replica| replica.0).collect();
+                part.placement = Some(v1::Placement { owners, replicas, ..Default::default() });
             }
             // The job may have got weights meanwhile, so the list may be shorter.
             Piece::Missing(at) => {
@@ -198,7 +201,7 @@ fn without_params(spec: &JobSpec) -> JobSpec {
 }
 
 fn without_owners(placement: Placement) -> Placement {
-    Placement { owners: Vec::new(), ..placement }
+    Placement { owners: Vec::new(), replicas: Vec::new(), ..placement }
 }
 
 impl Services {

@@ -18,6 +18,10 @@ pub(super) fn stream(
     let handle = services.jobs.get(&request.job)?;
     let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
     let (shard, version) = (ShardId(request.shard), Version(request.version));
+    if request.arrived {
+        handle.job.arrived(shard, version)?.into_iter().for_each(|work| handle.perform(Some(work)));
+        return Ok(answers().1);
+    }
     let (sender, answers) = answers();
     tokio::spawn(async move {
         let name = handle.job.spec().name.clone();

@@ -24,7 +24,7 @@ pub(super) fn stream(
     tokio::spawn(async move {
         // Backward computes the last shards first. Frozen shards have no gradient.
         let trained = |shard: &&longshore_proto::ShardId| !handle.job.layout().is_frozen(**shard);
-        let owned = handle.job.owned_at(step);
+        let owned = handle.job.held_at(step);
         for &shard in owned.iter().rev().filter(trained) {
             let stats = shard_stats(&handle, shard, step, deadline, &room).await;
             let stats = stats.map_err(|fault| refuse("Stats", handle.job.spec().name.as_str(), fault));

@@ -107,9 +107,11 @@ impl News {
             }
             News::Paused(reason) => event::Event::Paused(v1::Paused { reason: reason.clone() }),
             News::Resumed(loss_scale) => event::Event::Resumed(v1::Resumed { loss_scale: *loss_scale }),
-            News::Wanted(Wanted { servers, asked_micros }) => {
-                event::Event::Wanted(v1::Wanted { servers: servers.clone(), asked_micros: *asked_micros })
-            }
+            News::Wanted(Wanted { servers, asked_micros, lost }) => event::Event::Wanted(v1::Wanted {
+                servers: servers.clone(),
+                asked_micros: *asked_micros,
+                lost: lost.clone(),
+            }),
         };
         Ok(v1::Event { event: Some(event) })
     }

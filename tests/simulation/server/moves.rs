@@ -250,6 +250,7 @@ impl Server {
             shard: awaited.shard.0,
             version: awaited.version.0,
             deadline_ms: PATIENCE.as_millis() as u64,
+            ..Default::default()
         };
         let mut client = TensorsClient::new(channel);
         let fetch = async {

@@ -58,11 +58,7 @@ fn survives(tier: &str, job: &[&str], stops: u64) {
             let old = std::mem::replace(&mut ranks[rank], new);
             if is_slow {
                 ranks[0].running.until_steps(2);
-                assert!(
-                    begun.elapsed() < NOTICE,
-                    "the successor waited {:?} for a chunk",
-                    begun.elapsed()
-                );
+                assert!(begun.elapsed() < NOTICE, "the successor waited {:?} for a chunk", begun.elapsed());
                 old.network.iter().for_each(|proxy| proxy.slow_to(0));
             } else {
                 spin(random.part_of(known.startup * 2));

@@ -52,6 +52,7 @@ pub(crate) struct Settings {
     missing_gradients: String,
     shard_elements: u64,
     tier: String,
+    replicas: u32,
     state: String,
     master: String,
     seed: u64,
@@ -162,6 +163,7 @@ impl Settings {
             formats: Formats { state: self.state.parse()?, master: self.master.parse()?, seed: self.seed },
             partitions: self.partitions(),
             leave_out: self.missing_gradients == "skip",
+            replicas: self.replicas,
         };
         let deadline = Duration::try_from_secs_f64(self.deadline)
             .map_err(|_| Fault::invalid("deadline", self.deadline, "above 0 seconds", "give seconds"))?;

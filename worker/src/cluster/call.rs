@@ -2,7 +2,7 @@
 
 use std::{future::Future, time::Duration};
 
-use futures_util::future::{join_all, try_join_all};
+use futures_util::future::{Either, join_all, select, try_join_all};
 use longshore_proto::{
     Fault, FaultKind, ServerId, Step,
     fault::{ORIGIN, READS},
@@ -130,14 +130,30 @@ impl Cluster {
         }
     }
 
-    /// Runs `act` on every server concurrently. The first failure cancels the others.
+    /// Runs `act` on every server concurrently. The first failure cancels the others. A server that is given up meanwhile
+    /// has no answer.
     pub(crate) async fn on_all<T, Act>(&self, act: impl Fn(ServerId) -> Act) -> Result<ByServer<T>>
     where
         Act: Future<Output = Result<T>>,
     {
-        let servers = self.servers();
-        let answers = try_join_all(servers.clone().map(act)).await?;
-        Ok(servers.zip(answers).collect())
+        if self.spec().replicas == 1 {
+            let servers = self.servers();
+            let answers = try_join_all(servers.clone().map(act)).await?;
+            return Ok(servers.zip(answers).collect());
+        }
+        let of = |server| {
+            let answer = act(server);
+            async move {
+                let (answer, left) = (std::pin::pin!(answer), std::pin::pin!(self.left(server)));
+                match select(answer, left).await {
+                    Either::Left((Ok(answer), _)) => Ok(Some((server, answer))),
+                    Either::Left((Err(error), _)) if !self.has_left(server) => Err(error),
+                    _ => Ok(None),
+                }
+            }
+        };
+        let answers = try_join_all(self.servers().map(of)).await?;
+        Ok(answers.into_iter().flatten().collect())
     }
 
     /// Runs `act` on every server concurrently, and waits for each to end, whether others fail or not.

@@ -1,13 +1,14 @@
 //! The servers of a job as commits change them: the placement, the connected servers, and the discovery of both.
 
 use std::{
+    collections::BTreeSet,
     sync::{Arc, PoisonError, RwLock},
     time::Duration,
 };
 
 use futures_util::future::join_all;
 use longshore_proto::{
-    Epoch, Fault, FaultKind, Placement, PlacementChange, ServerId, ShardId, Step, Version,
+    Epoch, Fault, FaultKind, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, Version,
 };
 use longshore_wire::{Wire, fault_from_status, v1::DescribeRequest};
 use tokio::sync::Notify;
@@ -20,7 +21,7 @@ use crate::{
 };
 
 /// The longest wait for a server's word on the placement, when a session begins.
-const GLANCE: Duration = Duration::from_secs(2);
+pub(super) const GLANCE: Duration = Duration::from_secs(2);
 
 /// The placement as of the newest decision that this rank knows, and the servers that it is connected with.
 pub(super) struct Members {
@@ -31,11 +32,13 @@ pub(super) struct Members {
 struct State {
     placement: Arc<Placement>,
     connected: Vec<ServerId>,
+    /// Servers that are gone for good, as an operator says. A decision of rank 0 will say so too.
+    lost: BTreeSet<ServerId>,
 }
 
 impl Members {
     pub(super) fn new(placement: Placement, connected: Vec<ServerId>) -> Members {
-        let state = State { placement: Arc::new(placement), connected };
+        let state = State { placement: Arc::new(placement), connected, lost: BTreeSet::new() };
         Members { state: RwLock::new(state), changed: Notify::new() }
     }
 
@@ -43,6 +46,18 @@ impl Members {
         let changed = change(&mut self.state.write().unwrap_or_else(PoisonError::into_inner));
         self.changed.notify_waiters();
         changed
+    }
+
+    pub(super) fn give_up(&self, addresses: &[String]) {
+        self.change(|state| {
+            let placement = &state.placement;
+            let is_named = |server: &ServerId| addresses.contains(&placement.servers[server.0 as usize]);
+            let lost: Vec<ServerId> = placement.members().filter(is_named).collect();
+            if placement.last_of(&lost).is_none() {
+                state.connected.retain(|server| !lost.contains(server));
+                state.lost.extend(lost);
+            }
+        });
     }
 
     fn read<T>(&self, read: impl FnOnce(&State) -> T) -> T {
@@ -65,21 +80,47 @@ impl Cluster {
         self.members.read(|state| state.connected.first().copied().unwrap_or_default())
     }
 
-    /// The newest owner of a shard.
-    pub(crate) fn owner(&self, shard: ShardId) -> ServerId {
-        self.members.read(|state| state.placement.owner(shard))
+    /// The server that ranks pull a shard's version of a step from: its owner, unless that is lost.
+    pub(crate) fn owner_at(&self, shard: ShardId, step: Step) -> ServerId {
+        self.members.read(|state| {
+            let mut holders = state.placement.holders_at(shard, step);
+            let living = holders.find(|server| !state.lost.contains(server));
+            living.unwrap_or(state.placement.owner_at(shard, step))
+        })
     }
 
-    /// The owner that takes a shard's gradients of a step, and makes its version.
-    pub(crate) fn owner_at(&self, shard: ShardId, step: Step) -> ServerId {
-        self.members.read(|state| state.placement.owner_at(shard, step))
+    /// The servers that take a shard's gradients of a step, and make its version.
+    pub(crate) fn holders_at(&self, shard: ShardId, step: Step) -> impl Iterator<Item = ServerId> + use<> {
+        self.members.read(|state| {
+            let holders = state.placement.holders_at(shard, step);
+            let living = holders.filter(|server| !state.lost.contains(server));
+            living.collect::<Vec<_>>().into_iter()
+        })
     }
 
     /// The shards that a server owns at a step.
     pub(crate) fn owned_at(&self, server: ServerId, step: Step) -> Vec<ShardId> {
+        let shards = (0..self.layout.shards()).map(ShardId);
+        shards.filter(|&shard| self.owner_at(shard, step) == server).collect()
+    }
+
+    /// The shards that a server owns or replicates at a step.
+    pub(crate) fn held_at(&self, server: ServerId, step: Step) -> Vec<ShardId> {
         let placement = self.placement();
         let shards = (0..self.layout.shards()).map(ShardId);
-        shards.filter(|&shard| placement.owner_at(shard, step) == server).collect()
+        shards.filter(|&shard| placement.holders_at(shard, step).any(|holder| holder == server)).collect()
+    }
+
+    /// Takes an operator's word that these servers are gone for good: they are waited for no more. Ignored where nothing
+    /// would be left of a shard.
+    pub(crate) fn give_up(&self, addresses: &[String]) {
+        self.members.give_up(addresses);
+    }
+
+    /// The servers that are given up, and that no decision says to be lost yet.
+    pub(crate) fn given_up(&self) -> Vec<ServerId> {
+        self.members
+            .read(|state| state.placement.members().filter(|server| state.lost.contains(server)).collect())
     }
 
     /// Takes a change of the placement that was decided with `step`. Removed servers are no servers of the job any more.
@@ -87,7 +128,9 @@ impl Cluster {
         let max_delay = self.spec().max_delay;
         self.members.change(|state| {
             Arc::make_mut(&mut state.placement).apply(change, step, max_delay);
-            state.connected.retain(|server| !change.removed.contains(server));
+            state
+                .connected
+                .retain(|server| !change.removed.contains(server) && !change.lost.contains(server));
         });
     }
 
@@ -100,19 +143,35 @@ impl Cluster {
         });
     }
 
-    /// Returns true if a server has left the job.
+    /// Returns true if a server has left the job, or is given up.
     pub(crate) fn has_left(&self, server: ServerId) -> bool {
-        self.members
-            .read(|state| state.placement.servers.get(server.0 as usize).is_some_and(String::is_empty))
+        self.members.read(|state| {
+            let address = state.placement.servers.get(server.0 as usize);
+            address.is_some_and(String::is_empty) || state.lost.contains(&server)
+        })
+    }
+
+    /// Waits until a server has left the job, or is given up.
+    pub(crate) async fn left(&self, server: ServerId) {
+        loop {
+            let mut changed = std::pin::pin!(self.members.changed.notified());
+            changed.as_mut().enable();
+            if self.has_left(server) {
+                return;
+            }
+            changed.await;
+        }
     }
 
     /// Waits until this rank is connected with the new owners of a change.
     pub(crate) async fn reach_owners(&self, change: &PlacementChange) {
         loop {
             let changed = self.members.changed.notified();
-            let reached = self
-                .members
-                .read(|state| change.moves.iter().all(|(_, to)| state.connected.binary_search(to).is_ok()));
+            let reached = self.members.read(|state| {
+                let moves = change.moves.iter().chain(&change.replicas);
+                let mut to = moves.map(|(_, to)| to).filter(|to| **to != NO_SERVER);
+                to.all(|to| state.connected.binary_search(to).is_ok() || state.lost.contains(to))
+            });
             if reached {
                 return;
             }
@@ -196,7 +255,11 @@ impl Cluster {
     pub(crate) fn not_joined(&self, placement: &Placement) -> Vec<(ServerId, String)> {
         let new = self.members.read(|state| {
             let is_new = |server: &ServerId| !state.connected.contains(server);
-            placement.members().filter(is_new).collect::<Vec<_>>()
+            placement
+                .members()
+                .filter(is_new)
+                .filter(|server| !state.lost.contains(server))
+                .collect::<Vec<_>>()
         });
         new.into_iter().map(|server| (server, placement.servers[server.0 as usize].clone())).collect()
     }
@@ -226,6 +289,7 @@ pub(super) async fn discover(
             if answers.iter().any(|answer| answer.as_ref().is_err_and(recovers)) { recovered } else { end };
         if is_known || answers.iter().all(Result::is_ok) {
             let answers: Vec<_> = answers.into_iter().map(|answer| answer.ok().flatten()).collect();
+            let has_lost = answers.iter().flatten().any(|seen| seen.has_lost);
             let farthest = (0..peers.len())
                 .filter(|&at| answers[at].is_some())
                 .max_by_key(|&at| answers[at].as_ref().map(|seen| (seen.version, seen.changed)))?;
@@ -235,7 +299,7 @@ pub(super) async fn discover(
                 let is_member = |server: &ServerId| placement.members().any(|member| member == *server);
                 let number = |seen: Option<Seen>| seen.map(|seen| seen.server).filter(is_member);
                 let numbers = answers.into_iter().map(number).collect();
-                return (placement.epoch > Epoch(1)).then_some((placement, numbers));
+                return (placement.epoch > Epoch(1) || has_lost).then_some((placement, numbers));
             }
         }
         if !backoff.pause(end).await {
@@ -250,6 +314,8 @@ struct Seen {
     server: ServerId,
     /// The job's servers may have changed.
     changed: bool,
+    /// An operator has given servers up.
+    has_lost: bool,
 }
 
 /// Asks a server for a job. None: the job is not there.
@@ -261,13 +327,25 @@ async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Fault
             let answer = answer.into_inner();
             let version = Version(answer.progress.map_or(0, |progress| progress.version));
             let (server, changed) = (ServerId(answer.server), answer.scaling.is_some());
-            Ok(Some(Seen { version, server, changed }))
+            let has_lost = answer.scaling.is_some_and(|scaling| !scaling.lost.is_empty());
+            Ok(Some(Seen { version, server, changed, has_lost }))
         }
         Err(status) if matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded) => {
             Err(fault_from_status(&status, &peer.address))
         }
         Err(_) => Ok(None),
     }
+}
+
+/// The addresses of servers that are gone for good, as an operator has told these servers of the job.
+pub(super) async fn lost_servers(job: &str, peers: &[Peer]) -> Vec<String> {
+    let request = || DescribeRequest { job: job.into(), brief: true, ..Default::default() };
+    let ask = |peer: &Peer| {
+        let asked = peer.clone();
+        host::timeout(GLANCE, async move { asked.admin().describe(request()).await })
+    };
+    let answers = join_all(peers.iter().map(ask)).await.into_iter().flatten().flatten();
+    answers.filter_map(|answer| answer.into_inner().scaling).flat_map(|scaling| scaling.lost).collect()
 }
 
 async fn changed_placement(peer: &Peer, job: &str) -> Option<Placement> {

@@ -14,8 +14,8 @@ mod waits;
 
 use std::sync::{Arc, atomic::AtomicU64};
 
-use futures_util::future::try_join_all;
-use longshore_proto::{JobName, JobSpec, Layout, Placement, ServerId};
+use futures_util::future::{join_all, try_join_all};
+use longshore_proto::{JobName, JobSpec, Layout, ServerId};
 use longshore_wire::{frame::keep_buffers, local, tls::Credentials};
 
 pub use self::{
@@ -32,7 +32,7 @@ pub(crate) use self::{
     waits::Impatience,
 };
 use self::{
-    members::{Members, discover},
+    members::{GLANCE, Members, discover, lost_servers},
     pace::Pace,
     patience::Troubles,
     runtime::Runtime,
@@ -71,7 +71,7 @@ impl Cluster {
         }
         keep_buffers();
         let runtime = Runtime::start(options.runtime.clone(), options.interrupt.clone())?;
-        let placement = Placement::striped(options.servers.clone(), shards);
+        let placement = options.spec.striped(options.servers.clone(), shards);
         placement.validate(shards)?;
         let pace = options.link_bytes_per_s.map(Pace::new);
         let credentials = options.tls_dir.as_deref();
@@ -104,10 +104,12 @@ impl Cluster {
     async fn connect_all(&self, servers: &[String]) -> Result<Option<Members>> {
         let start = Instant::now();
         let time = (start, start + self.options.deadline);
-        let peers = try_join_all(servers.iter().map(|address| self.dial(address, time))).await?;
+        let (lost, servers) = self.lost_of(servers, start).await;
+        let peers = try_join_all(servers.iter().map(|(_, address)| self.dial(address, time))).await?;
         let ends = (time.1, start + self.options.slow_deadline);
         let Some((placement, numbers)) = discover(self.job().as_str(), &peers, ends).await else {
-            (0..).map(ServerId).zip(peers).for_each(|(server, peer)| self.add_peer(server, peer));
+            servers.into_iter().zip(peers).for_each(|((server, _), peer)| self.add_peer(server, peer));
+            self.give_up(&lost);
             return Ok(None);
         };
         for (number, peer) in numbers.into_iter().zip(peers) {
@@ -123,11 +125,29 @@ impl Cluster {
                 }
             }
         }
-        for server in placement.members() {
+        let members =
+            placement.members().filter(|server| !lost.contains(&placement.servers[server.0 as usize]));
+        let connected: Vec<ServerId> = members.collect();
+        for &server in &connected {
             self.meet(server, &placement.servers[server.0 as usize]).await?;
         }
-        let connected = placement.members().collect();
-        Ok(Some(Members::new(placement, connected)))
+        let members = Members::new(placement, connected);
+        members.give_up(&lost);
+        Ok(Some(members))
+    }
+
+    /// Returns the addresses of servers that are gone for good, as reachable ones say, and the others with the numbers that
+    /// they have in a job that was never moved. Without replicas no server may be gone.
+    async fn lost_of(&self, servers: &[String], start: Instant) -> (Vec<String>, Vec<(ServerId, String)>) {
+        let numbered = || (0..).map(ServerId).zip(servers.iter().cloned());
+        if self.spec().replicas == 1 {
+            return (Vec::new(), numbered().collect());
+        }
+        let soon = (start, start + GLANCE);
+        let reached = join_all(servers.iter().map(|address| self.dial(address, soon))).await;
+        let peers: Vec<Peer> = reached.into_iter().filter_map(Result::ok).collect();
+        let lost = lost_servers(self.job().as_str(), &peers).await;
+        (lost.clone(), numbered().filter(|(_, address)| !lost.contains(address)).collect())
     }
 
     /// Connects with a server, retrying until the end of `time`.

@@ -30,7 +30,7 @@ use self::{
     watch::Watcher,
 };
 pub use self::{
-    moves::assign,
+    moves::{Moved, plan_moves},
     options::{Accumulate, DelayCorrection, HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
     step::StepInputs,

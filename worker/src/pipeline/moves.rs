@@ -14,7 +14,8 @@ use std::{
 
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
-    Fault, FaultKind, Layout, Placement, PlacementChange, ServerId, ShardId, Step, Version, limits::PROTOCOL,
+    Fault, FaultKind, Layout, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, Version,
+    limits::PROTOCOL,
 };
 use longshore_wire::{
     Wire, fault_from_status,
@@ -65,7 +66,9 @@ struct Plan {
     asked: u64,
     wanted: Vec<String>,
     added: Vec<Added>,
+    /// New owners of shards, and then new replicas.
     moves: VecDeque<(ShardId, ServerId)>,
+    replicas: VecDeque<(ShardId, ServerId)>,
     pace: Pace,
 }
 
@@ -120,16 +123,31 @@ impl Moves {
 
     /// Returns the change of the placement that comes with the decision on `step`. Returns at once unless servers join,
     /// or the first one leaves.
-    pub(super) async fn change(&mut self, step: Step) -> Option<PlacementChange> {
+    /// `differing` are shards of which owner and replica have other gradients: the replica is made anew.
+    pub(super) async fn change(&mut self, step: Step, differing: &[ShardId]) -> Option<PlacementChange> {
         self.retire(step);
-        self.take_wish(step);
-        self.plan.as_ref()?;
-        let change = match self.next_change(step).await {
-            Ok(change) => change,
-            Err(error) => {
-                self.put_off(&error);
-                None
+        let lost = self.cluster.given_up();
+        let change = if lost.is_empty() && differing.is_empty() {
+            self.take_wish(step);
+            match self.next_change(step).await {
+                Ok(change) => change,
+                Err(error) => {
+                    self.put_off(&error);
+                    None
+                }
             }
+        } else {
+            let job = self.cluster.job();
+            for &shard in differing {
+                tracing::error!(%job, %step, %shard, "owner and replica have other gradients: the replica is made anew");
+            }
+            for &server in &lost {
+                tracing::warn!(%job, %step, server = self.cluster.placement().servers[server.0 as usize], "given up as lost");
+            }
+            // What is planned counts on the placement before.
+            self.unused.extend(self.plan.take().into_iter().flat_map(|plan| plan.added));
+            let replicas = differing.iter().map(|&shard| (shard, NO_SERVER)).collect();
+            Some(PlacementChange { lost, replicas, ..PlacementChange::default() })
         };
         let change = change.map(|change| {
             let epoch = longshore_proto::Epoch(self.cluster.placement().epoch.0 + 1);
@@ -157,7 +175,7 @@ impl Moves {
 
     /// Begins to prepare the newest wish, once no earlier change is under way.
     fn take_wish(&mut self, step: Step) {
-        let Wanted { servers, asked_micros } = self.wanted.borrow().clone();
+        let Wanted { servers, asked_micros, .. } = self.wanted.borrow().clone();
         if let Some(replaced) = self.plan.take_if(|plan| plan.asked < asked_micros) {
             self.unused.extend(replaced.added);
         }
@@ -175,8 +193,12 @@ impl Moves {
         let placement = self.cluster.placement();
         // A server that is leaving cannot be opened anew.
         let is_free = self.plan.is_none() && self.preparing.is_none() && self.retiring.is_empty();
-        let is_new = asked_micros > self.reached && is_free;
-        if is_new && Instant::now() >= self.not_before && placement.is_settled(Version(step.0 - 1)) {
+        let servers = if asked_micros > self.reached { servers } else { without_replicas(&placement) };
+        if is_free
+            && !servers.is_empty()
+            && Instant::now() >= self.not_before
+            && placement.is_settled(Version(step.0 - 1))
+        {
             let (cluster, incarnation) = (Arc::clone(&self.cluster), self.rank.incarnation().0);
             let mut unused = std::mem::take(&mut self.unused);
             unused.retain(|added| !servers.contains(&added.peer.address));
@@ -208,7 +230,9 @@ impl Moves {
             }
             return Ok(Some(PlacementChange { added, ..PlacementChange::default() }));
         }
-        let destinations: BTreeSet<ServerId> = plan.moves.iter().map(|(_, to)| *to).collect();
+        let moves_on = if plan.moves.is_empty() { &plan.replicas } else { &plan.moves };
+        let to = moves_on.iter().map(|(_, to)| *to).filter(|&to| to != NO_SERVER);
+        let destinations: BTreeSet<ServerId> = to.collect();
         let Some(seen) = self.looking.get_or_insert_with(|| look(&self.cluster)).ended() else {
             return Ok(None);
         };
@@ -223,7 +247,11 @@ impl Moves {
         if !destinations.iter().all(ready) || !seen.iter().all(|(_, answer)| awaits_nothing(answer)) {
             return Ok(None);
         }
-        if plan.moves.is_empty() {
+        let are_owners = !plan.moves.is_empty();
+        if !are_owners && !self.cluster.placement().is_settled(before) {
+            return Ok(None);
+        }
+        if !are_owners && plan.replicas.is_empty() {
             return self.end(before).await;
         }
         for (server, answer) in seen.iter().filter(|(server, _)| destinations.contains(server)) {
@@ -232,16 +260,20 @@ impl Moves {
         let mut room: BTreeMap<ServerId, usize> =
             destinations.iter().map(|&server| (server, plan.pace.shards)).collect();
         let mut moves = Vec::new();
-        plan.moves.retain(|&(shard, to)| {
+        let all = if are_owners { &mut plan.moves } else { &mut plan.replicas };
+        all.retain(|&(shard, to)| {
             let left = room.entry(to).or_default();
-            let now = *left > 0;
+            let now = *left > 0 || to == NO_SERVER;
             *left = left.saturating_sub(1);
             if now {
                 moves.push((shard, to));
             }
             !now
         });
-        Ok(Some(PlacementChange { moves, ..PlacementChange::default() }))
+        Ok(Some(match are_owners {
+            true => PlacementChange { moves, ..PlacementChange::default() },
+            false => PlacementChange { replicas: moves, ..PlacementChange::default() },
+        }))
     }
 
     /// Removes the servers that shall own nothing, once no step in flight asks for them.
@@ -341,30 +373,71 @@ async fn prepare(
     let first = placement.servers.len() as u32;
     let numbered: Vec<(ServerId, String)> = (first..).map(ServerId).zip(new).collect();
     rooms.extend(numbered.iter().map(|(server, _)| (*server, None)));
-    let moves = assign(&placement, &cluster.layout, &rooms).map_err(without_room)?;
-    let mut target = Placement::clone(&placement);
+    let addresses: Vec<String> = numbered.iter().map(|(_, address)| address.clone()).collect();
+    let Moved { moves, replicas, placement: mut target } =
+        plan_moves(&placement, &cluster.layout, &rooms, &addresses).map_err(without_room)?;
     target.epoch.0 += 1;
-    target.servers.extend(numbered.iter().map(|(_, address)| address.clone()));
-    for &(shard, to) in &moves {
-        target.owners[shard.index()] = to;
-    }
     let target = &target;
-    for &server in members.iter().filter(|&&server| moves.iter().any(|(_, to)| *to == server)) {
+    let gets = |server: ServerId| moves.iter().chain(&replicas).any(|(_, to)| *to == server);
+    for &server in members.iter().filter(|&&server| gets(server)) {
         open(server, cluster.peer(server), target, false).await?;
     }
     let opened = numbered.into_iter().map(async |(server, address)| -> Result<Added> {
         let start = Instant::now();
         let peer = cluster.dial(&address, (start, start + cluster.options.deadline)).await?;
         let room = open(server, &peer, target, true).await?.room;
-        match target.owned(server).into_iter().find(|shard| !room.contains(&shard.0)) {
+        match target.held(server).into_iter().find(|shard| !room.contains(&shard.0)) {
             Some(shard) => Err(without_room(shard).into()),
             None => Ok(Added { server, peer }),
         }
     });
     let added = try_join_all(opened).await?;
-    let (from, moves) = (moves.len(), VecDeque::from(moves));
-    tracing::info!(job = %cluster.job(), servers = ?wanted, shards = from, "moving to other servers");
-    Ok(Plan { asked, wanted, added, moves, pace: Pace::new() })
+    let (shards, copies) = (moves.len(), replicas.len());
+    tracing::info!(job = %cluster.job(), servers = ?wanted, shards, replicas = copies, "moving to other servers");
+    let (moves, replicas) = (moves.into(), replicas.into());
+    Ok(Plan { asked, wanted, added, moves, replicas, pace: Pace::new() })
+}
+
+/// Returns the job's servers if some shard lacks its replica, and another server could have one.
+fn without_replicas(placement: &Placement) -> Vec<String> {
+    let servers: Vec<String> = placement.addresses().map(str::to_string).collect();
+    let lacks = servers.len() > 1 && placement.unreplicated() > 0;
+    if lacks { servers } else { Vec::new() }
+}
+
+/// Chooses the new replicas after which each shard has one, on a server that does not own it, and the wanted servers have
+/// about as many elements of them each. A single server has no replicas.
+fn replicate(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Vec<(ShardId, ServerId)> {
+    let mut loads: BTreeMap<ServerId, u64> = wanted.iter().map(|&server| (server, 0)).collect();
+    let mut replicas = placement.replicas.clone();
+    let shards = || (0..).map(ShardId).zip(&placement.owners);
+    let stays = |replica: ServerId, owner: ServerId| wanted.contains(&replica) && replica != owner;
+    for (shard, &owner) in shards().take(replicas.len()) {
+        let replica = replicas[shard.index()];
+        if stays(replica, owner) {
+            *loads.entry(replica).or_default() += layout.shard_len(shard);
+        }
+    }
+    let share = layout.elements() / wanted.len().max(1) as u64;
+    for (shard, &owner) in shards().take(replicas.len()) {
+        let (replica, elements) = (replicas[shard.index()], layout.shard_len(shard));
+        let stays = stays(replica, owner);
+        if stays && loads[&replica] <= share + elements {
+            continue;
+        }
+        let others = wanted.iter().copied().filter(|&server| server != owner);
+        let least = others.min_by_key(|server| loads[server]).unwrap_or(NO_SERVER);
+        if stays && loads.get(&least).is_none_or(|load| load + elements >= loads[&replica]) {
+            continue;
+        }
+        if stays {
+            loads.entry(replica).and_modify(|load| *load -= elements);
+        }
+        loads.entry(least).and_modify(|load| *load += elements);
+        replicas[shard.index()] = least;
+    }
+    let changed = (0..).map(ShardId).zip(replicas).zip(&placement.replicas);
+    changed.filter(|((_, new), old)| new != *old).map(|(change, _)| change).collect()
 }
 
 /// Ends the job on a server that was opened for it and takes no part.
@@ -437,12 +510,46 @@ async fn ask<T>(
     Ok(answer.map_err(failed)?.into_inner())
 }
 
+/// Moves that lead to other servers: new owners of shards, new replicas after them, and the placement at the end.
+pub struct Moved {
+    pub moves: Vec<(ShardId, ServerId)>,
+    pub replicas: Vec<(ShardId, ServerId)>,
+    pub placement: Placement,
+}
+
+/// Plans the moves to the wanted servers. `added` are the addresses of those that are new, in the order of their numbers.
+///
+/// # Errors
+/// Errors of [`assign`].
+pub fn plan_moves(
+    placement: &Placement,
+    layout: &Layout,
+    wanted: &[(ServerId, Option<BTreeSet<ShardId>>)],
+    added: &[String],
+) -> std::result::Result<Moved, ShardId> {
+    let moves = assign(placement, layout, wanted)?;
+    let mut target = placement.clone();
+    target.servers.extend(added.iter().cloned());
+    for &(shard, to) in &moves {
+        target.owners[shard.index()] = to;
+        if target.replica(shard) == Some(to) {
+            target.replicas[shard.index()] = NO_SERVER;
+        }
+    }
+    let servers: Vec<ServerId> = wanted.iter().map(|(server, _)| *server).collect();
+    let replicas = replicate(&target, layout, &servers);
+    for &(shard, to) in &replicas {
+        target.replicas[shard.index()] = to;
+    }
+    Ok(Moved { moves, replicas, placement: target })
+}
+
 /// Chooses the moves after which the wanted servers own about as many elements each, and no other server owns any. A
 /// server takes only shards that it has room for; `None` takes any. Forward order is kept mixed over the servers.
 ///
 /// # Errors
 /// A shard that no wanted server has room for.
-pub fn assign(
+fn assign(
     placement: &Placement,
     layout: &Layout,
     wanted: &[(ServerId, Option<BTreeSet<ShardId>>)],
@@ -491,7 +598,7 @@ pub fn assign(
 
 #[cfg(test)]
 mod tests {
-    use longshore_proto::{JobName, JobSpec, Param, limits::BLOCK_ELEMENTS};
+    use longshore_proto::{Epoch, JobName, JobSpec, Param, limits::BLOCK_ELEMENTS};
 
     use super::*;
 
@@ -520,6 +627,42 @@ mod tests {
         assert!(
             of_new.first().is_some_and(|first| *first < 4) && of_new.last().is_some_and(|last| *last >= 10)
         );
+    }
+
+    #[test]
+    fn every_shard_gets_a_replica_elsewhere_and_all_servers_about_as_many() {
+        let (layout, names) = (layout(24), ["a", "b", "c"].map(String::from).to_vec());
+        let placement = Placement::striped(names, 24).with_replicas();
+        let check = |placement: &Placement, servers: &[u32], most: usize| {
+            for shard in (0..24).map(ShardId) {
+                assert_ne!(placement.replica(shard), Some(placement.owner(shard)));
+            }
+            let wanted: Vec<_> = servers.iter().map(|&server| (ServerId(server), None)).collect();
+            let added: Vec<String> =
+                (3..=servers.iter().copied().max().unwrap_or(0)).map(|of| of.to_string()).collect();
+            let moved = plan_moves(placement, &layout, &wanted, &added).unwrap();
+            for (server, _) in &wanted {
+                let replicas = moved.placement.replicas.iter().filter(|&of| of == server).count();
+                assert!(replicas <= most, "{replicas} of {server}");
+            }
+            assert_eq!(moved.placement.unreplicated(), if servers.len() > 1 { 0 } else { 24 });
+            moved
+        };
+        assert!(check(&placement, &[0, 1, 2], 8).replicas.is_empty());
+        let lost = PlacementChange { lost: vec![ServerId(1)], epoch: Epoch(2), ..PlacementChange::default() };
+        assert_eq!(placement.check(&lost, Step(5)), Ok(()));
+        let mut left = placement.clone();
+        left.apply(&lost, Step(5), 0);
+        assert_eq!((left.unreplicated(), left.held(ServerId(1)).len()), (16, 0));
+        check(&left, &[0, 2], 13);
+        check(&left, &[0, 2, 3], 9);
+        check(&left, &[2], 0);
+        let last = PlacementChange {
+            lost: vec![ServerId(0), ServerId(2)],
+            epoch: Epoch(3),
+            ..PlacementChange::default()
+        };
+        assert!(left.check(&last, Step(9)).unwrap_err().to_string().contains("the last of"));
     }
 
     #[test]

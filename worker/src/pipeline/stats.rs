@@ -1,6 +1,9 @@
 //! Collects the gradient statistics of a step from every server, while backward still runs. Rank 0 only.
 
-use std::sync::Arc;
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    sync::Arc,
+};
 
 use longshore_proto::{Fault, FaultKind, Origin, ServerId, ShardId, Step};
 use longshore_wire::{
@@ -28,6 +31,8 @@ pub(super) struct Collected {
     pub(super) left_out: Vec<u32>,
     /// For each server, the origin of the gradients that its statistics describe.
     pub(super) origins: ByServer<Origin>,
+    /// Shards of which owner and replica have other gradients.
+    pub(super) differing: Vec<ShardId>,
 }
 
 /// Collects the gradient statistics of `step` from all servers.
@@ -38,16 +43,33 @@ pub(super) async fn collect(cluster: Arc<Cluster>, step: Step, finished: Finishe
     let origin =
         |of_server: &ServerStatistics| of_server.iter().map(|shard| shard.origin).reduce(Origin::and);
     let origins = statistics.iter().map(|(server, of)| (server, origin(of).unwrap_or_default())).collect();
+    let mut by_shard: BTreeMap<ShardId, ShardStatistics> = BTreeMap::new();
+    let mut differing = Vec::new();
+    for (server, of_server) in statistics {
+        for of_shard in of_server {
+            let shard = of_shard.shard;
+            match by_shard.entry(shard) {
+                Entry::Vacant(entry) => drop(entry.insert(of_shard)),
+                Entry::Occupied(mut entry) => {
+                    if !entry.get().is_alike(&of_shard) {
+                        differing.push(shard);
+                    }
+                    // The owner's count.
+                    if cluster.owner_at(shard, step) == server {
+                        entry.insert(of_shard);
+                    }
+                }
+            }
+        }
+    }
     let mut left_out = Vec::new();
-    for ShardStatistics { shard, blocks: stats, left_out: of_shard, .. } in
-        statistics.into_vec().into_iter().flatten()
-    {
+    for (shard, ShardStatistics { blocks: stats, left_out: of_shard, .. }) in by_shard {
         left_out.extend(of_shard);
         let range = cluster.layout.shard_blocks(shard);
         blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
     }
     left_out.sort_unstable();
-    Ok(Collected { blocks, left_out, origins })
+    Ok(Collected { blocks, left_out, origins, differing })
 }
 
 struct ShardStatistics {
@@ -55,6 +77,16 @@ struct ShardStatistics {
     blocks: Vec<BlockStats>,
     left_out: Vec<u32>,
     origin: Origin,
+}
+
+impl ShardStatistics {
+    /// Returns true if another server has the same gradient: of the same processes, and with the same statistics.
+    fn is_alike(&self, other: &ShardStatistics) -> bool {
+        let bits = |of: &BlockStats| (of.sum_squares.to_bits(), of.first_nonfinite);
+        !self.origin.differs(other.origin)
+            && self.left_out == other.left_out
+            && self.blocks.iter().map(bits).eq(other.blocks.iter().map(bits))
+    }
 }
 
 type ServerStatistics = Vec<ShardStatistics>;
@@ -67,7 +99,7 @@ async fn of_server(
     step: Step,
     finished: Finished,
 ) -> Result<ServerStatistics> {
-    let mut owned = cluster.owned_at(server, step);
+    let mut owned = cluster.held_at(server, step);
     // Frozen shards have no gradient.
     owned.retain(|&shard| !cluster.layout.is_frozen(shard));
     let mut statistics = ServerStatistics::with_capacity(owned.len());

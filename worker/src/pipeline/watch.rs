@@ -58,16 +58,19 @@ impl Watcher {
 
     /// Opens a lost watch again and again: every wait has a deadline of its own.
     async fn watch(mut self) {
-        let mut backoff = Backoff::new();
+        let (mut backoff, mut breaks) = (Backoff::new(), 0);
         loop {
-            let server = self.cluster.first();
+            // Where shards have replicas, a server may be gone for good, and the others know of it.
+            let turn = if self.cluster.spec().replicas > 1 { breaks } else { 0 };
+            let servers = self.cluster.servers();
+            let server = servers.clone().nth(turn % servers.len().max(1)).unwrap_or_default();
             let Err(status) = self.listen(server, &mut backoff).await else { return };
             if self.cluster.has_left(server) {
                 continue;
             }
             let fault = fault_from_status(&status, self.cluster.address(server));
             if fault.kind == FaultKind::NotFound && fault.field == "after_step" {
-                if let Err(error) = self.skip_ahead(fault).await {
+                if let Err(error) = self.skip_ahead(server, fault).await {
                     return self.cluster.waits.fail(error);
                 }
                 continue;
@@ -75,6 +78,7 @@ impl Watcher {
             if !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
                 return self.cluster.waits.fail(self.cluster.explain(server, "Watch", None, fault));
             }
+            breaks += 1;
             tracing::debug!(%fault, "the watch broke, opening it again");
             backoff.pause(Instant::now() + self.cluster.options.deadline).await;
         }
@@ -90,7 +94,7 @@ impl Watcher {
             incarnation: self.rank.incarnation().0,
         };
         let mut events = self.cluster.peer(server).training().watch(request).await?.into_inner();
-        if let Err(error) = self.catch_up().await {
+        if let Err(error) = self.catch_up(server).await {
             self.cluster.waits.fail(error);
             return Ok(());
         }
@@ -103,7 +107,7 @@ impl Watcher {
                 self.cluster.waits.fail(error);
                 return Ok(());
             }
-            if self.cluster.first() != server {
+            if self.cluster.has_left(server) {
                 return Err(tonic::Status::unavailable("the server has left the job"));
             }
         }
@@ -111,10 +115,9 @@ impl Watcher {
     }
 
     /// Catches up with a pause that began or ended while no watch was open.
-    async fn catch_up(&mut self) -> Result<()> {
+    async fn catch_up(&mut self, server: ServerId) -> Result<()> {
         let was_paused = self.cluster.waits.is_paused();
-        let answer =
-            self.cluster.describe(self.cluster.first(), false, self.cluster.options.deadline).await?;
+        let answer = self.cluster.describe(server, false, self.cluster.options.deadline).await?;
         let progress = answer.progress.unwrap_or_default();
         // The server lost a version that was not durable, and its step is decided again.
         self.seen = self.seen.min(Step(progress.version));
@@ -145,14 +148,13 @@ impl Watcher {
     ///
     /// No earlier version can be missing: a step is decided only after this rank has pushed it. This rank pushes
     /// it only after it knows the version that the step reads, at most two before.
-    async fn skip_ahead(&mut self, fault: Fault) -> Result<()> {
-        let answer =
-            self.cluster.describe(self.cluster.first(), false, self.cluster.options.deadline).await?;
+    async fn skip_ahead(&mut self, server: ServerId, fault: Fault) -> Result<()> {
+        let answer = self.cluster.describe(server, false, self.cluster.options.deadline).await?;
         let last = answer.progress.and_then(|progress| progress.last_commit);
         let last = last.map(|commit| Commit::from_wire(Some(commit))).transpose()?;
         let made_here = self.cluster.options.rank == Rank(0);
         let Some(commit) = last.filter(|commit| made_here || commit.step.0 <= self.seen.0 + 2) else {
-            return Err(self.cluster.explain(self.cluster.first(), "Watch", None, fault));
+            return Err(self.cluster.explain(server, "Watch", None, fault));
         };
         if let Some(placement) = self.cluster.newest_placement().await {
             for (server, address) in self.cluster.not_joined(&placement) {
@@ -174,7 +176,10 @@ impl Watcher {
                 self.follow(&commit).await;
                 self.committed(commit)?;
             }
-            Some(event::Event::Wanted(wanted)) => drop(self.shared.wanted.send_replace(wanted)),
+            Some(event::Event::Wanted(wanted)) => {
+                self.cluster.give_up(&wanted.lost);
+                drop(self.shared.wanted.send_replace(wanted));
+            }
             Some(event::Event::Paused(paused)) => self.cluster.waits.paused(&paused.reason),
             Some(event::Event::Resumed(resumed)) => self.resumed(resumed.loss_scale),
             None => {}

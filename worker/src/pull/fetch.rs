@@ -7,7 +7,9 @@ use std::{
 };
 
 use bytes::Bytes;
-use longshore_proto::{Fault, FaultKind, ServerId, ShardId, Slice, checksum::Crc32, limits::MAX_PULL_SLICES};
+use longshore_proto::{
+    Fault, FaultKind, ServerId, ShardId, Slice, Step, checksum::Crc32, limits::MAX_PULL_SLICES,
+};
 use longshore_wire::{
     direct::Mark,
     dtype_to_wire, fault_from_status,
@@ -45,17 +47,22 @@ impl Fetch {
     pub(super) async fn run(self) {
         let Pulls { cluster, rank, .. } = &*self.shared.pulls;
         let mut backoff = Backoff::new();
-        let mut damaged = 0;
+        let (mut damaged, mut failures) = (0, 0);
         if let Some(turn) = &self.turn {
             turn.come().await;
         }
         loop {
-            let slices = self.missing();
-            if slices.is_empty() {
-                return;
-            }
+            let Some((server, slices)) = self.missing(failures) else { return };
             let mut progress = false;
-            let Err(fault) = self.stream(slices, &mut progress).await else { continue };
+            let streamed = tokio::select! {
+                streamed = self.stream(server, slices, failures, &mut progress) => streamed,
+                () = cluster.left(server), if cluster.spec().replicas > 1 => {
+                    let (limit, remedy) = ("a server of the job", "another holder of its shards is asked");
+                    Err(Fault::new(FaultKind::Unavailable, "pull", cluster.address(server), limit, remedy))
+                }
+            };
+            let Err(fault) = streamed else { continue };
+            failures += 1;
             if progress {
                 backoff.reset();
             }
@@ -65,7 +72,7 @@ impl Fetch {
                 // The version is too new for a server that lacks the last commit: rank 0 sends commits to servers
                 // one by one.
                 FaultKind::Precondition if fault.field == STALE => {
-                    rank.forget_link(self.server);
+                    rank.forget_link(server);
                     true
                 }
                 FaultKind::Precondition => fault.field == "version",
@@ -73,21 +80,34 @@ impl Fetch {
                 _ => false,
             };
             if !again {
-                return self.shared.fail(cluster.explain(self.server, "Pull", None, fault));
+                return self.shared.fail(cluster.explain(server, "Pull", None, fault));
             }
-            self.shared.noted(self.server, fault);
+            self.shared.noted(server, fault);
             backoff.pause(Instant::now() + cluster.options.deadline).await;
         }
     }
 
-    /// Returns the missing ranges, as slices of at most one request.
-    fn missing(&self) -> Vec<v1::Slice> {
-        let store = &self.shared.store;
-        let mut slices = Vec::new();
+    /// Returns the missing ranges that the next request asks for, and its server. After a failure it is another holder of
+    /// the shards, if they have replicas.
+    fn missing(&self, failures: usize) -> Option<(ServerId, Vec<v1::Slice>)> {
+        let (store, cluster) = (&self.shared.store, &self.shared.pulls.cluster);
+        let step = Step(self.shared.reading.version().0);
+        let holder = |shard| match failures {
+            0 => self.server,
+            _ => {
+                let holders: Vec<ServerId> = cluster.holders_at(shard, step).collect();
+                if holders.len() > 1 { holders[failures % 2] } else { cluster.owner_at(shard, step) }
+            }
+        };
+        let (mut server, mut slices) = (None, Vec::new());
         for (slice, range) in &self.pieces {
             let segments = store.covering(range).unwrap_or_default();
             // Segments fill in order, so the missing part is one run from the first unfinished segment on.
             let Some(first) = segments.iter().find(|segment| !segment.is_whole()) else { continue };
+            let of_shard = holder(slice.shard);
+            if *server.get_or_insert(of_shard) != of_shard {
+                continue;
+            }
             let start = first.missing(store.dtype).start;
             let offset = slice.offset + (start - range.start);
             slices.push(v1::Slice { shard: slice.shard.0, offset, elements: range.end - start });
@@ -95,13 +115,19 @@ impl Fetch {
                 break;
             }
         }
-        slices
+        server.map(|server| (server, slices))
     }
 
-    async fn stream(&self, slices: Vec<v1::Slice>, progress: &mut bool) -> Result<(), Fault> {
+    async fn stream(
+        &self,
+        server: ServerId,
+        slices: Vec<v1::Slice>,
+        failures: usize,
+        progress: &mut bool,
+    ) -> Result<(), Fault> {
         let Pulls { cluster, rank, .. } = &*self.shared.pulls;
-        let peer = cluster.peer(self.server);
-        let link = rank.link(self.server).filter(|link| link.images.is_some());
+        let peer = cluster.peer(server);
+        let link = rank.link(server).filter(|link| link.images.is_some());
         let request = PullRequest {
             job: cluster.job().to_string(),
             rank: cluster.options.rank.0,
@@ -131,7 +157,7 @@ impl Fetch {
         poured.map_err(|status| fault_from_status(&status, &peer.address))?;
         intake.finish()?;
         drop(intake);
-        if self.missing().is_empty() {
+        if self.missing(failures).is_none_or(|(of, _)| of != server) {
             return Ok(());
         }
         let (field, remedy) = (format!("pull from {}", peer.address), "see the server's log");

@@ -70,7 +70,8 @@ impl Pulls {
 
     /// Returns true if a server's weights are readable in its memory.
     pub(super) fn lends(&self, server: ServerId) -> bool {
-        self.rank.link(server).is_some_and(|link| link.images.is_some())
+        // Weights of replicated shards must not be lost with the server that lends them.
+        self.cluster.spec().replicas == 1 && self.rank.link(server).is_some_and(|link| link.images.is_some())
     }
 }
 

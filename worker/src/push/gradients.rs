@@ -68,6 +68,10 @@ impl Gradients {
     /// those weights the rank sees that the server's updates are done, and that the gradient is read no more.
     pub(crate) fn ways(&self, step: Step, sees_all_weights: bool) -> Vec<Way> {
         let (cluster, placement) = (&self.cluster, self.cluster.placement());
+        if cluster.spec().replicas > 1 {
+            // The weights of an owner do not tell that its replica's update is done.
+            return vec![Way::Chunks; cluster.layout.shards() as usize];
+        }
         let lends = |server| sees_all_weights && self.rank.link(server).is_some();
         let way = |server| if lends(server) { Way::Lent } else { Way::Chunks };
         let by_server = ByServer::new(cluster.servers(), way);

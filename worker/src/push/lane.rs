@@ -49,7 +49,13 @@ fn lanes_to(gradients: &Arc<Gradients>, server: ServerId) -> Vec<mpsc::Sender<Ch
     let lane = |connection| {
         let (sender, queue) = mpsc::channel(cluster.options.in_flight_chunks);
         let id = LaneId { server, connection };
-        cluster.runtime.spawn_for_session(Lane { gradients: gradients.clone(), id, queue }.run());
+        let (of, lane) = (Arc::clone(cluster), Lane { gradients: gradients.clone(), id, queue });
+        cluster.runtime.spawn_for_session(async move {
+            tokio::select! {
+                () = lane.run() => {}
+                () = of.left(server) => {}
+            }
+        });
         sender
     };
     (0..cluster.options.connections).map(lane).collect()
@@ -173,7 +179,7 @@ async fn offer(
     mark: &mut Option<Mark>,
 ) {
     let Gradients { cluster, rank, retained, .. } = gradients;
-    let Some(chunk) = retained.send(&key) else { return };
+    let Some(chunk) = retained.send(&key, server) else { return };
     let place = place(gradients, server, &chunk).await;
     let head = |chunk_id: u32, crc32, place| PushRequest {
         job: cluster.job().to_string(),
@@ -298,7 +304,7 @@ async fn settle(gradients: &Gradients, server: ServerId, result: PushResult) -> 
     let Gradients { cluster, retained, .. } = gradients;
     let key = ChunkKey::from(&result);
     let Some(refusal) = result.refusal else {
-        retained.acknowledge(&key);
+        retained.acknowledge(&key, server);
         cluster.troubles.clear(server);
         return Ok(());
     };
@@ -307,7 +313,7 @@ async fn settle(gradients: &Gradients, server: ServerId, result: PushResult) -> 
         return Ok(());
     }
     match refusal::judge(gradients, server, key, fault_from_wire(refusal)).await {
-        Ok(Verdict::Decided) => retained.acknowledge(&key),
+        Ok(Verdict::Decided) => retained.acknowledge(&key, server),
         Ok(Verdict::SendAgain(fault)) => return Err(End::Broken(fault)),
         Err(error) => return Err(End::Failed(error)),
     }

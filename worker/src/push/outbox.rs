@@ -47,30 +47,27 @@ impl Outbox {
         self.finished.fetch_add(1, Relaxed);
     }
 
-    /// Returns the lane of a chunk. Chunks of a shard take turns over the owner's connections, and a chunk always
-    /// takes the same one.
-    fn lane(&self, key: &ChunkKey) -> LaneId {
+    /// Returns the lanes of a chunk, one to each holder of its shard. Chunks of a shard take turns over a server's
+    /// connections, and a chunk always takes the same one.
+    fn lanes(&self, key: &ChunkKey) -> Vec<LaneId> {
         let turn = (key.shard.0 as usize).wrapping_add(key.chunk.0 as usize);
         let cluster = &self.gradients.cluster;
-        LaneId {
-            server: cluster.owner_at(key.shard, key.step),
-            connection: turn % cluster.options.connections,
-        }
+        let connection = turn % cluster.options.connections;
+        cluster.holders_at(key.shard, key.step).map(|server| LaneId { server, connection }).collect()
     }
 
     pub(crate) fn send(&self, key: ChunkKey, payload: Payload, crc32: u32) -> Result<()> {
         let queues = self.gradients.queues()?;
-        let lane = self.lane(&key);
-        self.gradients.meter.moved(payload.bytes.len() as u64);
+        let lanes = self.lanes(&key);
+        self.gradients.meter.moved((payload.bytes.len() * lanes.len()) as u64);
         let (loss_scale, reads) = (self.loss_scale, self.reading.reads());
-        self.gradients.retained.keep(key, Chunk { payload, crc32, loss_scale, reads, lane });
-        let queue = queues.of(lane);
-        match queue.try_send(key) {
+        self.gradients.retained.keep(key, Chunk { payload, crc32, loss_scale, reads }, &lanes);
+        lanes.into_iter().try_for_each(|lane| match queues.of(lane).try_send(key) {
             Ok(()) => Ok(()),
             Err(TrySendError::Full(_)) => self.wait_for_room(lane, key),
-            // The lane has ended with the session's failure.
+            // The lane has ended with the session's failure, or its server is given up.
             Err(TrySendError::Closed(_)) => self.check(),
-        }
+        })
     }
 
     fn wait_for_room(&self, lane: LaneId, key: ChunkKey) -> Result<()> {
@@ -80,10 +77,15 @@ impl Outbox {
         let server = cluster.address(lane.server);
         let sent = cluster.runtime.block_on(async {
             let what = format!("server {server} to take gradients of {}", key.step);
-            let room = cluster.patiently(queues.of(lane).send(key));
-            match cluster.watched(&what, room).await {
-                Ok(Ok(())) => Ok(()),
-                Ok(Err(_)) => self.check(),
+            let room = async {
+                tokio::select! {
+                    sent = queues.of(lane).send(key) => sent.is_ok(),
+                    () = cluster.left(lane.server) => false,
+                }
+            };
+            match cluster.watched(&what, cluster.patiently(room)).await {
+                Ok(true) => Ok(()),
+                Ok(false) => self.check(),
                 Err(Impatience::Failed(error)) => Err(error),
                 Err(Impatience::Elapsed(waited)) => Err(TimedOut {
                     what: "room in the queue of gradients",

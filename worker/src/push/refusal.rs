@@ -38,7 +38,7 @@ pub(super) async fn judge(
         // Unavailable means that the server drains. Deadline means that the server waited for another rank, which
         // the fault names, before it could take the chunk.
         FaultKind::Unavailable | FaultKind::Deadline => Ok(Verdict::SendAgain(fault)),
-        FaultKind::Corrupt if is_sound(gradients, &key) => {
+        FaultKind::Corrupt if is_sound(gradients, &key, server) => {
             tracing::warn!(server = cluster.address(server), ?key, %fault, "a chunk arrived damaged");
             Ok(Verdict::SendAgain(fault))
         }
@@ -68,9 +68,9 @@ pub(super) async fn judge(
 
 /// Returns true if the payload still has its own checksum. Otherwise this host's memory is at fault, not the
 /// network.
-fn is_sound(gradients: &Gradients, key: &ChunkKey) -> bool {
+fn is_sound(gradients: &Gradients, key: &ChunkKey, server: ServerId) -> bool {
     let sound = |chunk: Chunk| chunk.is_lent() || crc32(&chunk.payload.bytes) == chunk.crc32;
-    gradients.retained.send(key).is_some_and(sound)
+    gradients.retained.send(key, server).is_some_and(sound)
 }
 
 /// Waits until the server can take a chunk that came too early: the server is paused, or lacks the last commit.

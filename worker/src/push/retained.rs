@@ -9,7 +9,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use longshore_proto::{ChunkId, MicroStep, Reads, ShardId, Step};
+use longshore_proto::{ChunkId, MicroStep, Reads, ServerId, ShardId, Step};
 
 use super::queues::{ChunkKey, LaneId};
 use crate::{device::PooledBuffer, memfd::Extent};
@@ -73,7 +73,6 @@ pub(crate) struct Chunk {
     pub(crate) loss_scale: f64,
     /// The version that the gradient was computed with.
     pub(crate) reads: Reads,
-    pub(crate) lane: LaneId,
 }
 
 impl Chunk {
@@ -84,6 +83,13 @@ impl Chunk {
 
 struct Entry {
     chunk: Chunk,
+    /// One for each holder of the shard.
+    copies: Vec<Sending>,
+}
+
+/// The way of a chunk to one server.
+struct Sending {
+    lane: LaneId,
     sent: bool,
     acknowledged: bool,
 }
@@ -141,14 +147,17 @@ impl Retained {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn keep(&self, key: ChunkKey, chunk: Chunk) {
-        self.lock().by_key.insert(key, Entry { chunk, sent: false, acknowledged: false });
+    pub(crate) fn keep(&self, key: ChunkKey, chunk: Chunk, lanes: &[LaneId]) {
+        let sending = |&lane: &LaneId| Sending { lane, sent: false, acknowledged: false };
+        let copies = lanes.iter().map(sending).collect();
+        self.lock().by_key.insert(key, Entry { chunk, copies });
     }
 
-    /// Returns a chunk to send now; None if its step has been committed meanwhile.
-    pub(crate) fn send(&self, key: &ChunkKey) -> Option<Chunk> {
+    /// Returns a chunk to send now to a server; None if its step has been committed meanwhile.
+    pub(crate) fn send(&self, key: &ChunkKey, server: ServerId) -> Option<Chunk> {
         self.lock().find(key).map(|entry| {
-            entry.sent = true;
+            let copies = entry.copies.iter_mut().filter(|copy| copy.lane.server == server);
+            copies.for_each(|copy| copy.sent = true);
             entry.chunk.clone()
         })
     }
@@ -157,9 +166,10 @@ impl Retained {
         self.lock().find(key).is_some()
     }
 
-    pub(crate) fn acknowledge(&self, key: &ChunkKey) {
+    pub(crate) fn acknowledge(&self, key: &ChunkKey, server: ServerId) {
         if let Some(entry) = self.lock().find(key) {
-            entry.acknowledged = true;
+            let copies = entry.copies.iter_mut().filter(|copy| copy.lane.server == server);
+            copies.for_each(|copy| copy.acknowledged = true);
         }
     }
 
@@ -168,18 +178,18 @@ impl Retained {
     /// duplicates. Chunks in the queue stay there.
     pub(crate) fn to_resend(&self, lane: LaneId) -> Vec<ChunkKey> {
         let mut entries = self.lock();
-        let sent = entries.by_key.iter_mut().filter(|(_, entry)| entry.sent && entry.chunk.lane == lane);
         let again = |(key, entry): (&ChunkKey, &mut Entry)| {
-            entry.acknowledged = false;
-            *key
+            let copy = entry.copies.iter_mut().find(|copy| copy.sent && copy.lane == lane)?;
+            copy.acknowledged = false;
+            Some(*key)
         };
-        sent.map(again).collect()
+        entries.by_key.iter_mut().filter_map(again).collect()
     }
 
     /// Returns true if a lane's server has not acknowledged every chunk that it was sent.
     pub(crate) fn owes(&self, lane: LaneId) -> bool {
-        let owed = |entry: &Entry| entry.sent && !entry.acknowledged && entry.chunk.lane == lane;
-        self.lock().by_key.values().any(owed)
+        let owed = |copy: &Sending| copy.sent && !copy.acknowledged && copy.lane == lane;
+        self.lock().by_key.values().any(|entry| entry.copies.iter().any(owed))
     }
 
     /// The newest step with a chunk; 0 without one.
@@ -189,7 +199,8 @@ impl Retained {
 
     /// Number of chunks that are not acknowledged.
     pub(crate) fn unacknowledged(&self) -> usize {
-        self.lock().by_key.values().filter(|entry| !entry.acknowledged).count()
+        let is_open = |entry: &&Entry| entry.copies.iter().any(|copy| !copy.acknowledged);
+        self.lock().by_key.values().filter(is_open).count()
     }
 
     /// Returns true if servers may be reading gradients in this process.
@@ -221,8 +232,6 @@ impl Retained {
 mod tests {
     use std::os::fd::AsFd;
 
-    use longshore_proto::ServerId;
-
     use super::*;
     use crate::device::{Budget, BufferPool};
 
@@ -234,9 +243,9 @@ mod tests {
         LaneId { server: ServerId(server), connection }
     }
 
-    fn chunk(lane: LaneId) -> Chunk {
+    fn chunk() -> Chunk {
         let payload = Payload { bytes: Bytes::from_static(b"gradient"), place: None, over: None };
-        Chunk { payload, crc32: 1, loss_scale: 1.0, reads: Reads::default(), lane }
+        Chunk { payload, crc32: 1, loss_scale: 1.0, reads: Reads::default() }
     }
 
     #[test]
@@ -244,14 +253,17 @@ mod tests {
         let retained = Retained::default();
         for step in 1..=3 {
             for index in 0..4 {
-                retained.keep(key(step, index), chunk(lane(0, (index % 2) as usize)));
+                retained.keep(key(step, index), chunk(), &[lane(0, (index % 2) as usize)]);
             }
         }
-        retained.acknowledge(&key(1, 0));
+        retained.acknowledge(&key(1, 0), ServerId(0));
         assert_eq!(retained.unacknowledged(), 11);
-        assert!(retained.send(&key(1, 0)).is_some(), "an acknowledged chunk can still be sent again");
+        assert!(
+            retained.send(&key(1, 0), ServerId(0)).is_some(),
+            "an acknowledged chunk can still be sent again"
+        );
         retained.release(Step(2));
-        assert!(retained.send(&key(2, 3)).is_none());
+        assert!(retained.send(&key(2, 3), ServerId(0)).is_none());
         assert!(retained.contains(&key(3, 0)));
         assert_eq!(retained.unacknowledged(), 4);
     }
@@ -260,17 +272,17 @@ mod tests {
     fn a_lane_resends_what_it_sent_in_order() {
         let retained = Retained::default();
         for index in 0..4 {
-            retained.keep(key(1, index), chunk(lane(0, (index % 2) as usize)));
+            retained.keep(key(1, index), chunk(), &[lane(0, (index % 2) as usize)]);
         }
         for index in [2, 0, 1] {
-            retained.send(&key(1, index));
+            retained.send(&key(1, index), ServerId(0));
         }
-        retained.acknowledge(&key(1, 0));
+        retained.acknowledge(&key(1, 0), ServerId(0));
         assert!(
             retained.owes(lane(0, 1)) && !retained.owes(lane(1, 0)),
             "nothing was sent over the last one"
         );
-        retained.acknowledge(&key(1, 2));
+        retained.acknowledge(&key(1, 2), ServerId(0));
         assert!(!retained.owes(lane(0, 0)));
         assert_eq!(retained.to_resend(lane(0, 0)), [key(1, 0), key(1, 2)]);
         assert!(retained.owes(lane(0, 0)), "a server that restarted has forgotten both");
@@ -283,7 +295,7 @@ mod tests {
         let retained = Retained::default();
         let payload = Bytes::from(vec![0u8; 16]);
         let kept = Payload { bytes: payload.clone(), place: None, over: None };
-        retained.keep(key(1, 0), Chunk { payload: kept, ..chunk(lane(0, 0)) });
+        retained.keep(key(1, 0), Chunk { payload: kept, ..chunk() }, &[lane(0, 0)]);
         assert!(!payload.is_unique());
         retained.release(Step(1));
         assert!(payload.is_unique());
@@ -297,7 +309,7 @@ mod tests {
             let mut buffer = pool.take(4096).unwrap();
             buffer.as_mut().fill(step as u8);
             let place = buffer.place().unwrap();
-            retained.keep(key(step, 0), Chunk { payload: Payload::lent(buffer), ..chunk(lane(0, 0)) });
+            retained.keep(key(step, 0), Chunk { payload: Payload::lent(buffer), ..chunk() }, &[lane(0, 0)]);
             place
         };
         let (first, second) = (lend(1), lend(2));

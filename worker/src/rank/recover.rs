@@ -117,7 +117,9 @@ pub(crate) async fn version_when_running(cluster: &Cluster, server: ServerId) ->
 /// which are sent again meanwhile.
 async fn resend_commits(cluster: Arc<Cluster>, server: ServerId, commits: Vec<Arc<OwnCommit>>) {
     for own in commits {
-        if let Err(error) = decide_on(&cluster, server, &own).await {
+        if let Err(error) = decide_on(&cluster, server, &own).await
+            && !cluster.has_left(server)
+        {
             return cluster.waits.fail(error);
         }
     }

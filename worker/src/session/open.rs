@@ -96,7 +96,7 @@ pub(super) async fn elsewhere(cluster: &Cluster) -> Result<Option<(ServerId, Pla
         // A description that is too large for one message counts as no other placement.
         let Ok(answer) = answer.await else { continue };
         let Ok(placement) = Placement::from_wire(answer.placement) else { continue };
-        if placement.members().count() != cluster.servers().len() {
+        if placement.members().count() != cluster.servers().len() + cluster.given_up().len() {
             return Ok(Some((server, placement)));
         }
     }

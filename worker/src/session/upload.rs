@@ -1,6 +1,6 @@
 //! Uploads a new job's filling to the owners. Each pass walks the flat space once, shard by shard.
 
-use std::{cell::RefCell, collections::BTreeSet, ops::Range, time::Duration};
+use std::{cell::RefCell, collections::BTreeMap, ops::Range, time::Duration};
 
 use bytes::Bytes;
 use longshore_proto::{
@@ -101,7 +101,7 @@ pub(super) fn upload(cluster: &Cluster, rank: &RankState, filling: &dyn Filling)
             rank,
             (filling.applied(), filling.left_out()),
         ))?;
-        let Some(&first) = missing.first() else { return Ok(()) };
+        let Some((&first, _)) = missing.first_key_value() else { return Ok(()) };
         let Some((server, fault)) = pass(cluster, rank, filling, &missing, end)? else { continue };
         let address = cluster.address(server);
         tracing::debug!(server = address, %fault, "an upload broke, looking for what is missing");
@@ -125,7 +125,7 @@ async fn missing_shards(
     cluster: &Cluster,
     rank: &RankState,
     given: (Option<u64>, &[LeftOut]),
-) -> Result<BTreeSet<ShardId>> {
+) -> Result<BTreeMap<ShardId, Vec<ServerId>>> {
     let deadline = cluster.options.deadline;
     let answers = cluster.on_each(|server| cluster.describe(server, false, deadline)).await;
     let trained = answers
@@ -133,7 +133,7 @@ async fn missing_shards(
         .flatten()
         .filter_map(|answer| answer.progress.as_ref())
         .any(|progress| progress.version > 0);
-    let mut missing = BTreeSet::new();
+    let mut missing: BTreeMap<ShardId, Vec<ServerId>> = BTreeMap::new();
     for (server, answer) in answers {
         let answer = match answer {
             // Before the first step, nothing is lost with the job.
@@ -144,7 +144,9 @@ async fn missing_shards(
             other => other?,
         };
         check_alike(cluster, server, answer.progress.as_ref(), given)?;
-        missing.extend(missing_on(cluster, rank, server, answer).await?);
+        for shard in missing_on(cluster, rank, server, answer).await? {
+            missing.entry(shard).or_default().push(server);
+        }
     }
     Ok(missing)
 }
@@ -196,7 +198,7 @@ fn pass(
     cluster: &Cluster,
     rank: &RankState,
     filling: &dyn Filling,
-    missing: &BTreeSet<ShardId>,
+    missing: &BTreeMap<ShardId, Vec<ServerId>>,
     end: Instant,
 ) -> Result<Option<(ServerId, Fault)>> {
     let mut streams: ByServer<Option<Stream>> = ByServer::new(cluster.servers(), |_| None);
@@ -206,8 +208,7 @@ fn pass(
         Some(_) => StateArray::of(cluster.spec().rule),
     };
     let mut failed = None;
-    'shards: for &shard in missing {
-        let server = cluster.owner(shard);
+    'shards: for (&shard, servers) in missing {
         // A frozen shard has weights alone.
         let arrays = if cluster.layout.is_frozen(shard) { &arrays[..1] } else { arrays };
         let chunks = || (0..cluster.layout.chunks(shard, Dtype::F32)).map(ChunkId);
@@ -224,9 +225,11 @@ fn pass(
                 left_out: left_outs_to_wire(filling.left_out()),
                 payload,
             };
-            let stream = streams[server].get_or_insert_with(|| Stream::open(cluster, server));
-            if !cluster.runtime.block_on(stream.send(request, end))? {
-                break 'shards;
+            for &server in servers {
+                let stream = streams[server].get_or_insert_with(|| Stream::open(cluster, server));
+                if !cluster.runtime.block_on(stream.send(request.clone(), end))? {
+                    break 'shards;
+                }
             }
         }
     }

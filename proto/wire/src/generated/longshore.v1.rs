@@ -82,6 +82,9 @@ pub struct JobSpec {
     /// Needs moments of fp32 or bf16, and at most 65,536 parameters.
     #[prost(bool, tag = "18")]
     pub leave_out: bool,
+    /// Number of servers that hold each shard: 1 (or 0) or 2. Ranks then push each gradient to both. Tier memory alone.
+    #[prost(uint32, tag = "19")]
+    pub replicas: u32,
 }
 /// A run of parameters whose gradients come from the same ranks. It begins at a block, and no shard has parameters of two
 /// partitions. A shard's gradient is the mean of its contributors' gradients.
@@ -112,12 +115,15 @@ pub struct Placement {
     /// for each shard, an index into `servers`: the newest owner
     #[prost(uint32, repeated, tag = "3")]
     pub owners: ::prost::alloc::vec::Vec<u32>,
-    /// the latest changes of owners, oldest first
+    /// the latest changes of owners and replicas, oldest first
     #[prost(message, repeated, tag = "4")]
     pub handovers: ::prost::alloc::vec::Vec<Handover>,
     /// The clock of the job's very first server minus that of the first one now, in ms. Incarnations are chosen by their sum.
     #[prost(sint64, tag = "5")]
     pub clock_ahead_ms: i64,
+    /// For each shard, the server that makes the same updates as its owner; 4294967295: none now. Empty in a job without replicas.
+    #[prost(uint32, repeated, tag = "6")]
+    pub replicas: ::prost::alloc::vec::Vec<u32>,
 }
 /// A shard's change of owner. The owner before takes the gradients of earlier steps, and has the versions that they make.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -126,8 +132,12 @@ pub struct Handover {
     pub shard: u32,
     #[prost(uint64, tag = "2")]
     pub from_step: u64,
+    /// 4294967295: none
     #[prost(uint32, tag = "3")]
     pub before: u32,
+    /// the replica changes, and not the owner
+    #[prost(bool, tag = "4")]
+    pub is_replica: bool,
 }
 /// A change of the placement, decided with a step.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -147,6 +157,12 @@ pub struct PlacementChange {
     /// is added to the placement's; 0 unless the first server leaves
     #[prost(sint64, tag = "5")]
     pub clock_ahead_ms: i64,
+    /// new replicas; to 4294967295: none any more
+    #[prost(message, repeated, tag = "6")]
+    pub replicas: ::prost::alloc::vec::Vec<Move>,
+    /// servers that are gone for good: the other holder of a shard owns it at once
+    #[prost(uint32, repeated, tag = "7")]
+    pub lost: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Move {
@@ -679,6 +695,9 @@ pub struct FetchRequest {
     /// longest wait for the version; 0 takes the server's default
     #[prost(uint64, tag = "4")]
     pub deadline_ms: u64,
+    /// the state is there: the owner's updates, which waited for a new replica, go on. No part is sent
+    #[prost(bool, tag = "5")]
+    pub arrived: bool,
 }
 /// Arrays come one after the other, each from its start on, as the job keeps them: little-endian, a block of 8-bit moments as its
 /// codes and then its scales.
@@ -1584,6 +1603,9 @@ pub struct Wanted {
     /// when it was asked for, in microseconds since 1970: the latest wish counts
     #[prost(uint64, tag = "2")]
     pub asked_micros: u64,
+    /// addresses of servers that are gone for good
+    #[prost(string, repeated, tag = "3")]
+    pub lost: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Paused {
@@ -3082,6 +3104,9 @@ pub struct ScaleRequest {
     /// keep no wish: say whether the job may move, and what this server has room for
     #[prost(bool, tag = "4")]
     pub check: bool,
+    /// addresses of servers that are gone for good, as the operator says: no longer waited for
+    #[prost(string, repeated, tag = "5")]
+    pub lost: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ScaleResponse {
@@ -3114,6 +3139,12 @@ pub struct Scaling {
     /// asked_micros of the newest wish that is fulfilled
     #[prost(uint64, tag = "8")]
     pub reached_micros: u64,
+    /// of the wish: servers that are gone for good
+    #[prost(string, repeated, tag = "9")]
+    pub lost: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// shards of a job with replicas that have none now
+    #[prost(uint32, tag = "10")]
+    pub unreplicated_shards: u32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StepBackRequest {

@@ -45,7 +45,7 @@ impl Store {
         self.check_folder()?;
         let target = self.probe();
         let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
-        let bytes = room(&plan(job, &job.opened(), &spec), &target)?.bytes;
+        let bytes = room(&plan(job, &job.placement().owned(job.server()), &spec), &target)?.bytes;
         let free = free(self.dir())?;
         if free < bytes {
             let value = format!("{} with {free} bytes free", self.dir().display());

@@ -12,7 +12,7 @@
 use std::{ops::Range, path::Path, sync::Arc, time::Instant};
 
 use longshore_proto::{
-    Commit, Fault, FaultKind, Formats, JobName, JobSpec, Layout, ShardId, Slice, Version,
+    Commit, Fault, FaultKind, Formats, JobName, JobSpec, Layout, ShardId, Slice, Step, Version,
     checksum::BlockHash, limits::BLOCK_ELEMENTS,
 };
 
@@ -339,9 +339,9 @@ impl Source {
         if found.version != info.version {
             return Err(other());
         }
-        // `hashes` is by shard in the order of `opened()`, then by block.
+        // `hashes` is by owned shard in forward order, then by block.
         let mut hashes = hashes.into_iter().map(|(_, hash)| hash);
-        for shard in job.opened() {
+        for shard in job.owned_at(Step(info.version.0)) {
             let slices = self.layout.slices(job.layout().shard_range(shard));
             let blocks = job.layout().shard_blocks(shard).len();
             let of_shard: Vec<_> = hashes.by_ref().take(blocks).collect();

@@ -57,8 +57,27 @@ impl Job {
     /// The shards that this server owns at a step, in forward order.
     pub fn owned_at(&self, step: Step) -> Vec<ShardId> {
         let machine = self.protocol.machine();
+        let owned = self.share.all().filter(|&owned| machine.is_owner(owned, step));
+        owned.map(|owned| self.share.shard(owned)).collect()
+    }
+
+    /// The shards that this server owns or replicates at a step, in forward order.
+    pub fn held_at(&self, step: Step) -> Vec<ShardId> {
+        let machine = self.protocol.machine();
         let owned = self.share.all().filter(|&owned| machine.owns(owned, step));
         owned.map(|owned| self.share.shard(owned)).collect()
+    }
+
+    /// A new replica has the state of a shard. Returns the updates that waited for that.
+    pub fn arrived(&self, shard: ShardId, version: Version) -> Result<Vec<Work>, Fault> {
+        let mut machine = self.protocol.machine();
+        let owned = machine.owned_index(shard)?;
+        Ok(machine.arrived(owned, version))
+    }
+
+    /// Ends the waits for replicas on servers that are lost. Returns the updates that waited.
+    pub fn lend_no_more(&self, lost: &[String]) -> Vec<Work> {
+        self.protocol.machine().lend_no_more(lost)
     }
 
     /// Returns true if this server was prepared for a running job and has never owned a shard: it may be opened for
@@ -164,6 +183,8 @@ impl Job {
         array: u32,
         bytes: Range<usize>,
     ) -> Result<Vec<u8>, Fault> {
+        // A new replica that is lost meanwhile is lent the state no more.
+        self.check_fetch(shard, version)?.ok_or_else(|| lost(shard, version))?;
         let owned = self.protocol.machine().owned_index(shard)?;
         let mut copy = Vec::with_capacity(bytes.len());
         if array == IMAGE {

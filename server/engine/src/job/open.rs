@@ -45,7 +45,7 @@ impl Job {
     ) -> Result<Job, Fault> {
         let share = Arc::new(Share::new(spec, placement, server)?);
         let Share { spec, layout, placement, server, owned, .. } = &*share;
-        let need = Need::of(spec, layout, &placement.owned(*server), storage);
+        let need = Need::of(spec, layout, &placement.held(*server), storage);
         let reservation = budget.reserve(&need)?;
         let signal = Arc::new(Signal::new(observer));
         // A tier that keeps the buffers brings the memory for them.
@@ -127,7 +127,7 @@ impl StoredJob {
     pub fn need(&self, storage: &Storage) -> Result<Need, Fault> {
         let layout = self.spec.validate()?;
         self.placement.validate(layout.shards())?;
-        Ok(Need::of(&self.spec, &layout, &self.placement.owned(self.server), storage))
+        Ok(Need::of(&self.spec, &layout, &self.placement.held(self.server), storage))
     }
 }
 

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, Rank, ServerId, ShardId, Step};
+use longshore_proto::{
+    Dtype, Epoch, Fault, JobSpec, Layout, NO_SERVER, Placement, Rank, ServerId, ShardId, Step,
+};
 
 use super::compute::BLOCK;
 use crate::{
@@ -18,7 +20,7 @@ pub(super) struct Share {
     pub(super) server: ServerId,
     /// The shards that this server has a place for, in forward order.
     pub(super) owned: Vec<ShardId>,
-    /// Those of them that it owns when the job is opened.
+    /// Those of them that it holds, as owner or replica, when the job is opened.
     pub(super) opened: Vec<OwnedShard>,
 }
 
@@ -32,9 +34,28 @@ impl Share {
             let limit = format!("below {}, the number of servers", placement.servers.len());
             return Err(Fault::invalid("server", server.0, limit, "say which of placement.servers this is"));
         }
+        if spec.replicas > 1 && placement.epoch == Epoch(1) && placement.replicas.contains(&NO_SERVER) {
+            let (value, limit) = (placement.servers.len(), "at least 2, with replicas 2");
+            return Err(Fault::invalid(
+                "placement.servers",
+                value,
+                limit,
+                "name another server, or leave replicas out",
+            ));
+        }
+        if (spec.replicas > 1) == placement.replicas.is_empty() {
+            let (value, limit) =
+                (placement.replicas.len(), format!("as spec.replicas says, {}", spec.replicas));
+            return Err(Fault::invalid(
+                "placement.replicas",
+                value,
+                limit,
+                "give each shard of a job with replicas one",
+            ));
+        }
         let owned = tier::places(&spec, &layout, &placement, server);
         let opened = OwnedShards::all(owned.len()).zip(&owned);
-        let opened = opened.filter(|(_, shard)| placement.owner(**shard) == server).map(|(index, _)| index);
+        let opened = opened.filter(|(_, shard)| placement.holds(server, **shard)).map(|(index, _)| index);
         let opened = opened.collect();
         Ok(Share { spec: Arc::new(spec), layout: Arc::new(layout), placement, server, owned, opened })
     }

@@ -3,12 +3,14 @@
 //! The decision on step w names the owner of steps from w + 1 + `max_delay` on. The owner before keeps the last
 //! version that it made, and the new one fetches it. Until the state is there, the updates that need it are held back.
 
-use longshore_proto::{Incarnation, Placement, PlacementChange, ServerId, ShardId, Step, Version};
+use longshore_proto::{
+    Handover, Incarnation, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, Version,
+};
 
 use super::{
     machine::{Machine, NOT_OWNED, Phase, Work},
     refusal::Refusal,
-    shard::ShardProgress,
+    shard::{ShardProgress, StepSlot},
 };
 use crate::{
     ids::{OwnedShard, OwnedShards},
@@ -28,6 +30,8 @@ pub struct Awaited {
     /// The server that has it, and its address.
     pub source: ServerId,
     pub address: String,
+    /// This server is the shard's replica: the owner waits until the state is here.
+    pub is_replica: bool,
 }
 
 impl Machine {
@@ -53,6 +57,12 @@ impl Machine {
     /// Returns true if this server takes a shard's gradients of `step` and makes its version.
     pub fn owns(&self, owned: OwnedShard, step: Step) -> bool {
         self.shards[owned.index()].span.contains(&step.0)
+    }
+
+    /// Returns true if this server's version of a shard counts at a step: it is the owner, and no replica.
+    pub fn is_owner(&self, owned: OwnedShard, step: Step) -> bool {
+        let shard = self.shards[owned.index()].shard;
+        self.owns(owned, step) && self.placement.owner_at(shard, step) == self.server
     }
 
     /// Returns true if this server has no step of a shard, neither before nor after.
@@ -99,7 +109,7 @@ impl Machine {
     pub(super) fn check_change(&self, change: &PlacementChange) -> Result<(), Refusal> {
         let here =
             |&&(shard, to): &&(ShardId, ServerId)| to != self.server || self.owned[shard.index()].is_some();
-        match change.moves.iter().find(|of| !here(of)) {
+        match change.moves.iter().chain(&change.replicas).find(|of| !here(of)) {
             Some(&(shard, _)) => Err(Refusal::NotOwned { shard, shards: self.layout.shards() }),
             None => Ok(()),
         }
@@ -107,18 +117,57 @@ impl Machine {
 
     /// Takes the change of the placement that came with the decision on `step`.
     pub(super) fn change(&mut self, change: &PlacementChange, step: Step) {
-        let from = Placement::from_step(step, self.spec.max_delay).0;
-        for &(shard, to) in &change.moves {
-            let Some(owned) = self.owned[shard.index()] else { continue };
-            let shard = &mut self.shards[owned.index()];
-            if to == self.server {
-                (shard.span, shard.awaited) = (from..u64::MAX, true);
-            } else if shard.span.end == u64::MAX && !shard.span.is_empty() {
-                shard.span.end = from;
-            }
-        }
+        let from = Placement::from_step(step, self.spec.max_delay);
         self.placement.apply(change, step, self.spec.max_delay);
         self.has_moved = true;
+        let (placement, server) = (&self.placement, self.server);
+        let hands = |shard: ShardId, before: ServerId| {
+            let is_it = |of: &Handover| (of.shard, of.from_step, of.before) == (shard, from, before);
+            placement.handovers.iter().any(is_it)
+        };
+        for shard in &mut self.shards {
+            let held = !shard.span.is_empty() && shard.span.end == u64::MAX;
+            match (held, placement.holds(server, shard.shard)) {
+                (false, true) => (shard.span, shard.awaited) = (from.0..u64::MAX, true),
+                (true, false) if hands(shard.shard, server) => shard.span.end = from.0,
+                // Its source is lost: another server has the shard, and no rank pushes to this one any more.
+                (true, false) => {
+                    let has_made = !shard.awaited && shard.span.start <= step.0;
+                    shard.span = if has_made { shard.span.start..step.0 + 1 } else { 0..1 };
+                    shard.awaited = false;
+                }
+                _ => {}
+            }
+            if placement.replica(shard.shard).is_none() {
+                shard.lent = None;
+            } else if placement.owner(shard.shard) == server && hands(shard.shard, NO_SERVER) {
+                shard.lent = Some(Version(from.0 - 1));
+            }
+        }
+        let shards = &self.shards;
+        self.held.retain(|(owned, step)| shards[owned.index()].span.contains(&step.0));
+    }
+
+    /// A new replica has the state that this server lends it. Returns the updates that waited for that.
+    pub fn arrived(&mut self, owned: OwnedShard, version: Version) -> Vec<Work> {
+        let lent = &mut self.shards[owned.index()].lent;
+        if *lent != Some(version) {
+            return Vec::new();
+        }
+        *lent = None;
+        self.release_held().collect()
+    }
+
+    /// Ends the waits for replicas on these servers, which are lost. Returns the updates that waited.
+    pub fn lend_no_more(&mut self, lost: &[String]) -> Vec<Work> {
+        let placement = &self.placement;
+        for shard in &mut self.shards {
+            let replica = placement.replica(shard.shard).and_then(|of| placement.servers.get(of.0 as usize));
+            if replica.is_some_and(|address| lost.contains(address)) {
+                shard.lent = None;
+            }
+        }
+        self.release_held().collect()
     }
 
     /// Takes the placement of a recovered version. A shard whose state was on its way then is fetched again.
@@ -136,9 +185,10 @@ impl Machine {
         let awaited = self.shards.iter().filter(|shard| shard.awaited);
         let of = |shard: &ShardProgress| {
             let version = Version(shard.span.start - 1);
-            let source = self.placement.owner_at(shard.shard, Step(version.0));
+            let source = self.placement.source(self.server, shard.shard, version);
             let address = self.placement.servers.get(source.0 as usize).cloned().unwrap_or_default();
-            Awaited { shard: shard.shard, version, source, address }
+            let is_replica = self.placement.replica(shard.shard) == Some(self.server);
+            Awaited { shard: shard.shard, version, source, address, is_replica }
         };
         let mut awaited: Vec<Awaited> = awaited.map(of).collect();
         awaited.sort_by_key(|of| of.version);
@@ -166,7 +216,7 @@ impl Machine {
     pub fn check_fetch(&self, owned: OwnedShard, version: Version) -> Result<bool, Refusal> {
         self.check_not_loading()?;
         let shard = &self.shards[owned.index()];
-        if shard.span.end == version.0 + 1 {
+        if shard.span.end == version.0 + 1 || shard.lent == Some(version) {
             return Ok(shard.version == version && !shard.awaited);
         }
         // The decision that hands the shard over may not be here yet.
@@ -188,11 +238,14 @@ impl Machine {
     }
 
     /// Forgets a shard that was handed over: this server has nothing of it any more. Returns false, and changes
-    /// nothing, if a decision has brought the shard back since.
+    /// nothing, if a decision has brought the shard back since, or while a late chunk of it is written.
     pub fn forget(&mut self, owned: OwnedShard) -> bool {
-        let is_handed = self.is_handed(owned);
+        let is_handed = self.is_handed(owned) && !self.shards[owned.index()].is_in_use();
         if is_handed {
-            self.shards[owned.index()].span = NOT_OWNED;
+            let shard = &mut self.shards[owned.index()];
+            shard.span = NOT_OWNED;
+            // A shard that was not handed over, since its source was lost, has gradients that nothing uses.
+            shard.slots.iter_mut().for_each(StepSlot::start_over);
         }
         is_handed
     }

@@ -190,7 +190,7 @@ impl Machine {
             let chunks = layout.chunks(shard, spec.gradient_dtype);
             let contributors = layout.contributors(shard);
             let mut progress = ShardProgress::new(shard, chunks, spec.gradient_slots(), contributors);
-            if placement.owner(shard) != server {
+            if !placement.holds(server, shard) {
                 progress.span = NOT_OWNED;
             }
             shards.push(progress);

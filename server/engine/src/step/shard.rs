@@ -61,6 +61,8 @@ pub(super) struct ShardProgress {
     pub(super) span: Range<u64>,
     /// The state is on its way from the owner before.
     pub(super) awaited: bool,
+    /// The version that a new replica has yet to get from here. Later updates wait for that.
+    pub(super) lent: Option<Version>,
     /// By step, modulo the number of slots.
     pub(super) slots: Vec<StepSlot>,
 }
@@ -311,12 +313,29 @@ impl ShardProgress {
     pub(super) fn new(shard: ShardId, chunks: u32, slots: usize, contributors: &[Rank]) -> ShardProgress {
         let slots = (0..slots).map(|_| StepSlot::new(chunks, contributors.len())).collect();
         let (contributors, version) = (contributors.to_vec(), Version(0));
-        ShardProgress { shard, chunks, contributors, version, span: 0..u64::MAX, awaited: false, slots }
+        ShardProgress {
+            shard,
+            chunks,
+            contributors,
+            version,
+            span: 0..u64::MAX,
+            awaited: false,
+            lent: None,
+            slots,
+        }
     }
 
     /// Returns true if the step's update is the next one here, and the state that it changes is here.
     pub(super) fn can_update(&self, step: Step) -> bool {
-        self.version.next_step() == step && !self.awaited
+        self.version.next_step() == step
+            && !self.awaited
+            && self.lent.is_none_or(|lent| step.version() <= lent)
+    }
+
+    /// Returns true while a chunk is being written, or a sum formed.
+    pub(super) fn is_in_use(&self) -> bool {
+        let contributors = || Contributor::all(self.contributors.len());
+        self.slots.iter().any(|slot| contributors().any(|contributor| slot.in_use(contributor)))
     }
 
     /// Returns a rank's index among the shard's contributors, if it is one of them.

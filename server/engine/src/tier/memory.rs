@@ -28,7 +28,7 @@ pub(super) fn open(inputs: &Inputs<'_>, pool: &ThreadPool) -> Result<Opened, Fau
         inputs.owned.iter().map(|&shard| inputs.layout.shard_len(shard) as usize).collect();
     let shapes = Shape::of_shards(inputs.spec, inputs.layout, inputs.owned);
     let used: Vec<bool> =
-        inputs.owned.iter().map(|&shard| inputs.placement.owner(shard) == inputs.server).collect();
+        inputs.owned.iter().map(|&shard| inputs.placement.holds(inputs.server, shard)).collect();
     let sizes = sizes(&lengths, &shapes);
     let touched = sizes.iter().zip(used.iter().flat_map(|used| [used; 3])).filter(|(_, used)| **used);
     let bytes = [Slab::bytes_for(sizes.iter().copied()), Slab::bytes_for(touched.map(|(size, _)| *size))];

@@ -1,7 +1,7 @@
 //! A job split over servers, each with its queue of work, driven from one thread.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     ops::Range,
     sync::{Arc, Mutex, mpsc},
     time::{Duration, Instant},
@@ -30,7 +30,7 @@ pub(crate) fn compute(threads: usize, isa: Isa) -> Arc<Compute> {
 
 pub(crate) fn placement(spec: &JobSpec, servers: usize) -> Placement {
     let names = (0..servers).map(|server| format!("server-{server}:7070")).collect();
-    Placement::striped(names, spec.validate().unwrap().shards())
+    spec.striped(names, spec.validate().unwrap().shards())
 }
 
 pub(crate) fn soon() -> Instant {
@@ -47,6 +47,8 @@ pub(crate) struct Cluster {
     pub(crate) layout: Layout,
     pub(crate) placement: Placement,
     pub(crate) jobs: Vec<Arc<Job>>,
+    /// Servers that are gone for good. Their jobs are called no more.
+    pub(crate) lost: BTreeSet<usize>,
     pub(crate) works: Vec<VecDeque<Work>>,
     /// By server: messages about chunks that reached the drives.
     arrivals: Vec<Mutex<mpsc::Receiver<()>>>,
@@ -101,7 +103,8 @@ impl Cluster {
         let incarnations =
             (0..spec.world_size as usize).map(|rank| known(rank).unwrap_or_default()).collect();
         let (spec, storages, compute) = (spec.clone(), vec![storage.clone(); servers], Arc::clone(compute));
-        Ok(Cluster { spec, layout, placement, jobs, works, arrivals, incarnations, storages, compute })
+        let lost = BTreeSet::new();
+        Ok(Cluster { spec, layout, placement, jobs, lost, works, arrivals, incarnations, storages, compute })
     }
 
     /// Opens, joins and loads a job on servers with two threads and the best instruction set.
@@ -114,6 +117,22 @@ impl Cluster {
 
     pub(crate) fn owner(&self, shard: ShardId) -> usize {
         self.placement.owner(shard).0 as usize
+    }
+
+    pub(crate) fn living(&self) -> impl Iterator<Item = usize> + use<> {
+        let lost = self.lost.clone();
+        (0..self.jobs.len()).filter(move |server| !lost.contains(server))
+    }
+
+    /// Loses a server for good. The next commit says so.
+    pub(crate) fn lose(&mut self, server: usize) {
+        self.lost.insert(server);
+        self.works[server].clear();
+        let lost = [self.placement.servers[server].clone()];
+        for living in self.living() {
+            let works = self.jobs[living].lend_no_more(&lost);
+            self.works[living].extend(works);
+        }
     }
 
     /// Joins the rank's next process to every server.
@@ -131,8 +150,10 @@ impl Cluster {
         for shard in (0..self.layout.shards()).map(ShardId) {
             for chunk in (0..self.layout.chunks(shard, Dtype::F32)).map(ChunkId) {
                 let payload = self.payload(&bytes, shard, chunk, Dtype::F32);
-                let job = &self.jobs[self.owner(shard)];
-                upload(job, self.incarnations[0], (shard, chunk), payload).unwrap();
+                for holder in self.placement.holders_at(shard, Step(1)) {
+                    let job = &self.jobs[holder.0 as usize];
+                    upload(job, self.incarnations[0], (shard, chunk), payload).unwrap();
+                }
             }
         }
     }
@@ -250,7 +271,20 @@ impl Cluster {
 
     pub(crate) fn store(&mut self, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
         let Contribution { shard, step, .. } = chunk.contribution;
-        let server = self.placement.owner_at(shard, step).0 as usize;
+        let holders = self.placement.holders_at(shard, step).map(|holder| holder.0 as usize);
+        let mut outcome = Admission::Decided;
+        for server in holders.filter(|holder| !self.lost.contains(holder)).collect::<Vec<_>>() {
+            outcome = self.store_on(server, chunk, payload)?;
+        }
+        Ok(outcome)
+    }
+
+    fn store_on(
+        &mut self,
+        server: usize,
+        chunk: &ContributionChunk,
+        payload: &[u8],
+    ) -> Result<Stored, Fault> {
         let job = &self.jobs[server];
         let stored = store(job, chunk, payload)?;
         if let Admission::New(work) = stored {
@@ -284,7 +318,7 @@ impl Cluster {
 
     /// Does all pending work of all servers.
     pub(crate) fn work(&mut self) {
-        for server in 0..self.jobs.len() {
+        for server in self.living() {
             while self.work_once(server) {}
         }
     }
@@ -306,7 +340,7 @@ impl Cluster {
         if self.spec.properties().durable_later {
             self.settle()?;
         }
-        for server in 0..self.jobs.len() {
+        for server in self.living() {
             let (duplicate, work) = self.jobs[server].commit(self.incarnations[0], commit.clone())?;
             self.works[server].extend(work);
             duplicates.push(duplicate);
@@ -329,7 +363,7 @@ impl Cluster {
         for (rank, incarnation) in self.incarnations.iter().enumerate() {
             assert_eq!(job.join(Rank(rank as u32), *incarnation), Ok(true));
         }
-        let record = self.jobs[0].progress();
+        let record = self.jobs[self.living().next().unwrap()].progress();
         let record = Record::new(record.version, record.applied, record.last_commit);
         let ranks = vec![None; self.incarnations.len()];
         job.begin(self.incarnations[0], self.placement.clone(), record, &ranks).unwrap();
@@ -378,6 +412,9 @@ impl Cluster {
     pub(crate) fn fetch(&mut self, server: usize) -> bool {
         let source = |awaited: &Awaited| &self.jobs[awaited.source.0 as usize];
         let is_ready = |it: &Awaited| {
+            if self.lost.contains(&(it.source.0 as usize)) {
+                return false;
+            }
             let is_made = source(it).check_fetch(it.shard, it.version).unwrap().is_some();
             is_made && self.jobs[server].check_image(it).unwrap().is_some()
         };
@@ -391,7 +428,10 @@ impl Cluster {
                 job.write_fetched(&awaited, array, start, &bytes).unwrap();
             }
         }
-        self.works[server].extend(job.fetched(&awaited).unwrap());
+        let (works, of_source) =
+            (job.fetched(&awaited).unwrap(), source.arrived(awaited.shard, awaited.version).unwrap());
+        self.works[server].extend(works);
+        self.works[awaited.source.0 as usize].extend(of_source);
         true
     }
 
@@ -444,7 +484,7 @@ impl Cluster {
     pub(crate) fn hash(&self) -> String {
         let mut blocks = Vec::new();
         let mut at = None;
-        for job in &self.jobs {
+        for job in self.living().map(|server| &self.jobs[server]) {
             let (info, hashes) = job.state_hashes(soon()).unwrap();
             let here = (info.version, info.applied);
             assert_eq!(*at.get_or_insert(here), here, "servers disagree on the version");

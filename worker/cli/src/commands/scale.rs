@@ -40,6 +40,10 @@ pub(super) struct Args {
     /// Servers that the job shall leave; without --job, every job on them
     #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...")]
     remove: Vec<String>,
+    /// Servers that are gone for good, whose shards have replicas: they are waited for no more, and training goes on without
+    /// a lost step
+    #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...")]
+    lost: Vec<String>,
     /// Say what would move and whether it fits in the servers' memory, and move nothing
     #[arg(long, conflicts_with = "wait")]
     dry_run: bool,
@@ -96,8 +100,8 @@ struct Wish {
 }
 
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
-    if [&args.to, &args.add, &args.remove].iter().all(|servers| servers.is_empty()) {
-        let limit = "--to, --add or --remove";
+    if [&args.to, &args.add, &args.remove, &args.lost].iter().all(|servers| servers.is_empty()) {
+        let limit = "--to, --add, --remove or --lost";
         let fault = Fault::new(FaultKind::Invalid, "--to", "absent", limit, "name the servers to train on");
         return Err(wrong_use(fault));
     }
@@ -182,9 +186,18 @@ impl Args {
             let members = seen.members();
             let wanted = wanted(&members)?;
             // Every server of the job keeps the wish, also one that --servers does not name.
-            let members = Servers::connect(&members, access)?;
-            let request =
-                v1::ScaleRequest { job: job.clone(), servers: wanted.clone(), asked_micros, check: true };
+            let known_lost = seen.scaling().flat_map(|scaling| &scaling.lost);
+            let lost: BTreeSet<&String> = self.lost.iter().chain(known_lost).collect();
+            let living: Vec<String> =
+                members.iter().filter(|member| !lost.contains(member)).cloned().collect();
+            let members = Servers::connect(&living, access)?;
+            let request = v1::ScaleRequest {
+                job: job.clone(),
+                servers: wanted.clone(),
+                asked_micros,
+                check: true,
+                lost: self.lost.clone(),
+            };
             let planned = Plan::make(&members, &seen, &request, access).and_then(|plan| {
                 if !self.dry_run {
                     plan.check_fits()?;
@@ -211,12 +224,14 @@ impl Args {
     /// Returns the addresses that the job shall have.
     fn wanted(&self, members: &[String]) -> anyhow::Result<Vec<String>> {
         let mut wanted = if self.to.is_empty() { members.to_vec() } else { self.to.clone() };
-        if let Some(unknown) = self.remove.iter().find(|server| !wanted.contains(server)) {
-            let limit = format!("one of {}", members.join(", "));
-            let fault = Fault::new(FaultKind::Invalid, "--remove", unknown, limit, "name it as the job does");
-            return Err(wrong_use(fault));
+        for (flag, named) in [("--remove", &self.remove), ("--lost", &self.lost)] {
+            if let Some(unknown) = named.iter().find(|server| !members.contains(server)) {
+                let limit = format!("one of {}", members.join(", "));
+                let fault = Fault::new(FaultKind::Invalid, flag, unknown, limit, "name it as the job does");
+                return Err(wrong_use(fault));
+            }
+            wanted.retain(|server| !named.contains(server));
         }
-        wanted.retain(|server| !self.remove.contains(server));
         wanted.extend(self.add.iter().filter(|server| !members.contains(server)).cloned());
         Ok(wanted)
     }

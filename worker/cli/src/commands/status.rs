@@ -170,14 +170,15 @@ fn share_of(identity: &v1::IdentityUsage) -> String {
 /// Returns a server's part in a change of the job's servers. None once it is over.
 fn moving(scaling: &v1::Scaling) -> Option<String> {
     let v1::Scaling { wanted, asked_micros, awaited_shards, failure, reached_micros, .. } = scaling;
-    let fetched = human(scaling.fetched_bytes);
-    if *awaited_shards == 0 && reached_micros >= asked_micros {
+    let (fetched, bare) = (human(scaling.fetched_bytes), scaling.unreplicated_shards);
+    if *awaited_shards == 0 && reached_micros >= asked_micros && bare == 0 {
         return None;
     }
     let awaited = (*awaited_shards > 0).then(|| format!("fetches {awaited_shards} shards, {fetched} so far"));
     let wish = (reached_micros < asked_micros).then(|| format!("the job moves to {}", wanted.join(", ")));
+    let bare = (bare > 0).then(|| format!("{bare} shards lack a replica"));
     let failure = (!failure.is_empty()).then(|| failure.clone());
-    let said: Vec<String> = awaited.into_iter().chain(wish).chain(failure).collect();
+    let said: Vec<String> = awaited.into_iter().chain(wish).chain(bare).chain(failure).collect();
     Some(said.join("; "))
 }
 

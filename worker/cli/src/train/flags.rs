@@ -143,6 +143,9 @@ pub struct Flags {
     /// Where weights and gradients are while the model uses them: auto (a GPU if there is one), host, cuda or cuda:N
     #[arg(long, default_value_t, value_name = "DEVICE", help_heading = "Offloading")]
     pub(crate) device: DeviceChoice,
+    /// Servers that hold each shard, 1 or 2: with 2 the loss of a server loses no step, and gradients are pushed to both
+    #[arg(long, default_value_t = 1, value_name = "COUNT", help_heading = "Offloading")]
+    pub(crate) replicas: u32,
     /// Device memory the model may use, as in 24GiB [default: a GPU's whole memory; no limit on the host]
     #[arg(long, value_name = "SIZE", help_heading = "Offloading")]
     pub(crate) device_budget: Option<ByteSize>,

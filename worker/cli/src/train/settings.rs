@@ -76,6 +76,7 @@ impl Settings {
             shard_elements: self.flags.shard_elements.unwrap_or(shard.min(DEFAULT_SHARD_ELEMENTS)),
             tier: self.flags.tier,
             formats: self.flags.formats(),
+            replicas: self.flags.replicas,
             ..JobSpec::new(self.job.clone(), params)
         }
     }

@@ -64,6 +64,7 @@ class JobOptions(TypedDict, total=False):
     warmup_steps: int
     correction: Literal["look-ahead", "none"]
     tier: Literal["memory", "shm", "nvme"]
+    replicas: int
     state: Literal["fp32", "bf16", "block8"]
     master: Literal["fp32", "bf16"]
     seed: int
@@ -115,6 +116,8 @@ class Options:
         warmup_steps: number of exact steps before the delay starts. The first steps move the weights most.
         correction: correction of the delay: ``"look-ahead"``, or ``"none"``, which Lion, Adagrad and NAdam need.
         tier: where servers keep the state.
+        replicas: the number of servers that hold each shard, 1 or 2. With 2 the loss of a server loses no step; gradients are pushed to
+            both, and the tier is memory.
         state, master: the servers' formats of moments and master weights.
         seed: seed of stochastic rounding, if state is not fp32.
         shard_elements: the size of a shard; by default it follows from the model's size.
@@ -145,6 +148,7 @@ class Options:
     warmup_steps: int = 300
     correction: str = "look-ahead"
     tier: str = "memory"
+    replicas: int = 1
     state: str = "fp32"
     master: str = "fp32"
     seed: int = 0

@@ -50,6 +50,9 @@ pub(crate) struct Args {
     /// Master weights: fp32 or bf16
     #[arg(long, default_value = "fp32", value_name = "FORMAT")]
     pub(super) master: MasterFormat,
+    /// Servers that hold each shard: 1 or 2
+    #[arg(long, default_value_t = 1, value_name = "COUNT", requires = "servers")]
+    replicas: u32,
     /// 0: exact. 1: each step computes with the weights of the step before last
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub(super) delay: u32,
@@ -139,6 +142,7 @@ impl Args {
             shard_elements: cut,
             tier: self.tier,
             formats: self.formats(),
+            replicas: self.replicas,
             ..job("bench-step", params.collect())?
         })
     }

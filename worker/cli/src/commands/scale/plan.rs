@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use longshore_engine::{admission::Need, tier::Storage};
-use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ServerId, ShardId, TierKind};
+use longshore_proto::{Fault, FaultKind, JobSpec, Layout, NO_SERVER, Placement, ServerId, ShardId, TierKind};
 use longshore_wire::{Wire, v1};
-use longshore_worker::pipeline::assign;
+use longshore_worker::pipeline::{Moved, plan_moves};
 use serde_json::json;
 
 use super::Seen;
@@ -61,6 +61,8 @@ impl Plan {
             placement.members().find(|server| placement.servers[server.0 as usize] == *address)
         };
         let mut next = placement.servers.len() as u32;
+        let known = |address: &&String| number(address).is_none();
+        let added: Vec<String> = request.servers.iter().filter(known).cloned().collect();
         let wanted: Vec<(ServerId, Option<BTreeSet<ShardId>>)> = request
             .servers
             .iter()
@@ -72,11 +74,12 @@ impl Plan {
                 }
             })
             .collect();
-        let moves = assign(placement, &layout, &wanted).map_err(|shard| without_room(shard, request))?;
-        let mut owners = placement.owners.clone();
-        moves.iter().for_each(|&(shard, to)| owners[shard.index()] = to);
+        let planned = plan_moves(placement, &layout, &wanted, &added);
+        let Moved { mut moves, replicas, placement: target } =
+            planned.map_err(|shard| without_room(shard, request))?;
+        moves.extend(replicas.into_iter().filter(|(_, to)| *to != NO_SERVER));
         let free = free(request, access)?;
-        let part = |owners: &[ServerId], server| Part::of(&spec, &layout, owners, server);
+        let part = |placement: &Placement, server| Part::of(&spec, &layout, placement, server);
         let mut rows: Vec<Row> = Vec::new();
         for ((server, room), address) in wanted.iter().zip(&request.servers) {
             let gains: Vec<ShardId> =
@@ -85,12 +88,12 @@ impl Plan {
             // A server of the job has its buffers and connections already.
             let takes =
                 if room.is_some() { need.total() - need.transfers - need.buffers } else { need.total() };
-            let (now, then) = (part(&placement.owners, *server), part(&owners, *server));
+            let (now, then) = (part(placement, *server), part(&target, *server));
             rows.push(Row { address: address.clone(), now, then, takes, free: free.get(address).copied() });
         }
         for server in placement.members().filter(|server| wanted.iter().all(|(of, _)| of != server)) {
             let address = placement.servers[server.0 as usize].clone();
-            let now = part(&placement.owners, server);
+            let now = part(placement, server);
             rows.push(Row { address, now, then: Part::default(), takes: 0, free: None });
         }
         let bytes = moves.iter().map(|(shard, _)| state(&spec, &layout, &[*shard])).sum();
@@ -162,11 +165,9 @@ impl Row {
 }
 
 impl Part {
-    fn of(spec: &JobSpec, layout: &Layout, owners: &[ServerId], server: ServerId) -> Part {
-        let numbered = (0..).map(ShardId).zip(owners);
-        let owned: Vec<ShardId> =
-            numbered.filter(|(_, owner)| **owner == server).map(|(shard, _)| shard).collect();
-        Part { shards: owned.len(), bytes: state(spec, layout, &owned) }
+    fn of(spec: &JobSpec, layout: &Layout, placement: &Placement, server: ServerId) -> Part {
+        let held = placement.held(server);
+        Part { shards: held.len(), bytes: state(spec, layout, &held) }
     }
 
     fn text(&self) -> String {

@@ -73,6 +73,7 @@ fn scaling(scaling: &v1::Scaling) -> serde_json::Value {
         "wanted": scaling.wanted,
         "is_reached": scaling.reached_micros >= scaling.asked_micros,
         "awaited_shards": scaling.awaited_shards,
+        "unreplicated_shards": scaling.unreplicated_shards,
         "fetched_shards": scaling.fetched_shards,
         "fetched_bytes": scaling.fetched_bytes,
         "held_seconds": scaling.held_seconds,
