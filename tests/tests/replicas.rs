@@ -116,6 +116,25 @@ fn servers_of_a_delayed_job_are_lost_one_after_the_other() {
     wears_out(soak::pick(3, 50), &["--delay", "1", "--warmup-steps", "5"]);
 }
 
+/// A wish moves owners and replicas, and drops the replicas where one server is left.
+#[test]
+fn servers_of_a_replicated_job_come_and_go() {
+    let train = replicated(STEPS, 1, &[]);
+    let expected = undisturbed(&train, 1);
+    let servers = server::servers(4, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let mut running = start(&train.clone().servers(&addresses[..2]), 1);
+    running[0].until_step(3);
+    for to in [&addresses[..4], &addresses[1..4], &addresses[2..3], &addresses[..2]] {
+        let wish =
+            ["scale", "--job", "default", "--servers", &addresses.join(","), "--to", &to.join(","), "--wait"];
+        let said = longshore(wish);
+        assert_eq!(said.code, 0, "{said:?}");
+        assert_eq!(job_status(to).servers.len(), to.len());
+    }
+    assert_eq!(finish(running).end.state_hash, expected);
+}
+
 #[test]
 fn a_lost_server_takes_no_step_with_it() {
     survives(1, 3, &[]);

@@ -229,7 +229,7 @@ impl Services {
             .members()
             .filter(|server| request.lost.contains(&placement.servers[server.0 as usize]))
             .collect();
-        // What is on its way from a lost server to this one is lost too, unless another server has it.
+        // State on its way from a lost server to this one is lost too, unless another server has it.
         let is_last = |of: &Awaited| {
             let mut holders = placement.holders_at(of.shard, Step(u64::MAX));
             lost.contains(&of.source) && holders.all(|of| of == handle.job.server() || lost.contains(&of))

@@ -144,7 +144,7 @@ impl Moves {
             for &server in &lost {
                 tracing::warn!(%job, %step, server = self.cluster.placement().servers[server.0 as usize], "given up as lost");
             }
-            // What is planned counts on the placement before.
+            // Plans count on the placement before.
             self.unused.extend(self.plan.take().into_iter().flat_map(|plan| plan.added));
             let replicas = differing.iter().map(|&shard| (shard, NO_SERVER)).collect();
             Some(PlacementChange { lost, replicas, ..PlacementChange::default() })

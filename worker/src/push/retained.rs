@@ -83,7 +83,7 @@ impl Chunk {
 
 struct Entry {
     chunk: Chunk,
-    /// One for each holder of the shard.
+    /// By holder of the shard.
     copies: Vec<Sending>,
 }
 
