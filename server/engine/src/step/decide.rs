@@ -118,7 +118,9 @@ impl Machine {
             return Err(Refusal::VersionTooNew { version, newest });
         }
         let (shard, step) = (&self.shards[owned.index()], Step(version.0));
-        if !shard.span.contains(&step.0) {
+        // A replica has the version that it fetched, and is the owner if that one is lost.
+        let is_fetched = self.spec.replicas > 1 && step.0 + 1 == shard.span.start && !shard.awaited;
+        if !shard.span.contains(&step.0) && !is_fetched {
             // The decision that brings the shard here may not have come yet.
             return if self.knows_owner(step) { Err(self.elsewhere(shard.shard, step)) } else { Ok(false) };
         }

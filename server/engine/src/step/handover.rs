@@ -128,7 +128,13 @@ impl Machine {
         for shard in &mut self.shards {
             let held = !shard.span.is_empty() && shard.span.end == u64::MAX;
             match (held, placement.holds(server, shard.shard)) {
-                (false, true) => (shard.span, shard.awaited) = (from.0..u64::MAX, true),
+                (false, true) => {
+                    (shard.span, shard.awaited) = (from.0..u64::MAX, true);
+                    // Gradients that came before the loss of a source had the shard dropped here are of no use.
+                    if self.spec.replicas > 1 && !shard.is_in_use() {
+                        shard.slots.iter_mut().for_each(StepSlot::start_over);
+                    }
+                }
                 (true, false) if hands(shard.shard, server) => shard.span.end = from.0,
                 // Its source is lost: another server has the shard, and no rank pushes to this one any more.
                 (true, false) => {
