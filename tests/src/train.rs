@@ -105,6 +105,11 @@ impl Train {
         Running { process, events: Vec::new(), allowed, _corpus: self.corpus.clone() }
     }
 
+    /// Starts all ranks of a job. Rank 0 comes first.
+    pub fn start_ranks(&self, ranks: usize) -> Vec<Running> {
+        (0..ranks).map(|rank| self.start_with(["--rank", &rank.to_string()])).collect()
+    }
+
     /// Runs to the end of training.
     pub fn run(&self) -> Run {
         self.start().finish()
@@ -264,6 +269,16 @@ pub struct Run {
     pub said: Said,
     pub start: Start,
     pub end: End,
+}
+
+impl Run {
+    /// Waits for the end of all ranks, and returns rank 0's.
+    pub fn of_ranks(ranks: Vec<Running>) -> Run {
+        let mut said = ranks.into_iter().map(Running::done);
+        let first = said.next().expect("rank 0");
+        said.for_each(drop);
+        Run::from(first)
+    }
 }
 
 impl From<Said> for Run {

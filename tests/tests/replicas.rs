@@ -12,7 +12,7 @@ use longshore_tests::{
     train::{Run, Running, Train},
 };
 
-const STEPS: u64 = 300;
+const STEPS: u64 = 150;
 
 fn replicated(steps: u64, ranks: usize, more: &[&str]) -> Train {
     let train = Train::new(steps).args(["--layers", "3", "--world-size", &ranks.to_string()]);
@@ -20,15 +20,7 @@ fn replicated(steps: u64, ranks: usize, more: &[&str]) -> Train {
 }
 
 fn start(train: &Train, ranks: usize) -> Vec<Running> {
-    let train = train.clone().args(["--replicas", "2"]);
-    (0..ranks).map(|rank| train.start_with(["--rank", &rank.to_string()])).collect()
-}
-
-fn finish(ranks: Vec<Running>) -> Run {
-    let mut said = ranks.into_iter().map(Running::done);
-    let first = said.next().expect("rank 0");
-    said.for_each(drop);
-    Run::from(first)
+    train.clone().args(["--replicas", "2"]).start_ranks(ranks)
 }
 
 /// The hash of the same training without replicas, on one server.
@@ -38,7 +30,7 @@ fn undisturbed(train: &Train, ranks: usize) -> String {
     }
     let alone = server::servers(1, &ServerOptions::new());
     let train = train.clone().servers(&server::addresses(&alone));
-    finish((0..ranks).map(|rank| train.start_with(["--rank", &rank.to_string()])).collect()).end.state_hash
+    Run::of_ranks(train.start_ranks(ranks)).end.state_hash
 }
 
 fn give_up(living: &Longshored, lost: &str, more: &[&str]) -> Output {
@@ -63,13 +55,13 @@ fn survives(ranks: usize, count: usize, more: &[&str]) {
     running[0].until_steps(5);
     let living = server::addresses(&servers);
     assert_eq!(job_status(&living).servers.len(), count - 1);
-    assert_eq!(finish(running).end.state_hash, expected);
+    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
 }
 
 /// Servers are lost one after the other, some with a rank of their host, and a new one takes the place of each.
 fn wears_out(losses: u64, more: &[&str]) {
     const A_RUN: u64 = 10;
-    let steps = soak::pick(500, 2500);
+    let steps = soak::pick(300, 2500);
     let train = replicated(steps, 2, more);
     let expected = undisturbed(&train, 2);
     let mut random = Random::new();
@@ -102,7 +94,7 @@ fn wears_out(losses: u64, more: &[&str]) {
             let said = longshore(wish);
             assert_eq!(said.code, 0, "{said:?}");
         }
-        assert_eq!(finish(running).end.state_hash, expected);
+        assert_eq!(Run::of_ranks(running).end.state_hash, expected);
     }
 }
 
@@ -132,7 +124,7 @@ fn servers_of_a_replicated_job_come_and_go() {
         assert_eq!(said.code, 0, "{said:?}");
         assert_eq!(job_status(to).servers.len(), to.len());
     }
-    assert_eq!(finish(running).end.state_hash, expected);
+    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use longshore_tests::{
     server::{self, Longshored, ServerOptions},
     soak,
     status::{job_status, status},
-    train::{Run, Running, Train},
+    train::{Run, Train},
 };
 use tempfile::TempDir;
 
@@ -25,19 +25,6 @@ fn scale(servers: &[Longshored], to: &[&Longshored], more: &[&str]) -> Output {
     longshore([&asked[..], more].concat())
 }
 
-/// Starts all ranks of a job. Rank 0 comes first.
-fn start(train: &Train, ranks: usize) -> Vec<Running> {
-    (0..ranks).map(|rank| train.start_with(["--rank", &rank.to_string()])).collect()
-}
-
-/// Waits for the end of all ranks, and returns rank 0's.
-fn finish(ranks: Vec<Running>) -> Run {
-    let mut said = ranks.into_iter().map(Running::done);
-    let first = said.next().expect("rank 0");
-    said.for_each(drop);
-    Run::from(first)
-}
-
 /// The weights of a training on 2, then 4, then 3 servers are those of the same training on one.
 fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
     let train = Train::new(STEPS).args(["--layers", "3", "--world-size", &ranks.to_string()]).args(more);
@@ -46,7 +33,7 @@ fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
         ServerOptions::new().checkpoint_dir(checkpoints.path()).state_root(drives.path()).args(flags);
     let servers = server::servers(4, &options);
     let addresses = server::addresses(&servers);
-    let mut running = start(&train.clone().args(["--tier", tier]).servers(&addresses[..2]), ranks);
+    let mut running = train.clone().args(["--tier", tier]).servers(&addresses[..2]).start_ranks(ranks);
     running[0].until_step(3);
     let before = job_status(&addresses[..2]).servers[0].memory_bytes;
     let [a, b, c, d] = [0, 1, 2, 3].map(|server| &servers[server]);
@@ -70,9 +57,11 @@ fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
     let alone = server::servers(1, &ServerOptions::new());
     let expected = match ranks {
         1 => train.undisturbed().hash,
-        _ => finish(start(&train.clone().servers(&server::addresses(&alone)), ranks)).end.state_hash,
+        _ => {
+            Run::of_ranks(train.clone().servers(&server::addresses(&alone)).start_ranks(ranks)).end.state_hash
+        }
     };
-    assert_eq!(finish(running).end.state_hash, expected);
+    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
 }
 
 /// Every job leaves the servers that are named, except those that cannot move, and these say why.
@@ -326,7 +315,7 @@ fn a_rank_is_killed_while_servers_come_and_go() {
     let addresses = server::addresses(&servers);
     let [a, b, c] = [0, 1, 2].map(|server| &servers[server]);
     let moving = train.clone().servers(&addresses[..1]);
-    let mut running = start(&moving, 2);
+    let mut running = moving.start_ranks(2);
     running[0].until_started();
     for _ in 0..soak::pick(3, 40) {
         let choices = [vec![a, b, c], vec![a, b], vec![a, c], vec![a]];
@@ -338,8 +327,8 @@ fn a_rank_is_killed_while_servers_come_and_go() {
         std::mem::replace(&mut running[rank], next).kill();
     }
     let alone = server::servers(1, &ServerOptions::new());
-    let expected = finish(start(&train.servers(&server::addresses(&alone)), 2)).end.state_hash;
-    assert_eq!(finish(running).end.state_hash, expected);
+    let expected = Run::of_ranks(train.servers(&server::addresses(&alone)).start_ranks(2)).end.state_hash;
+    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
 }
 
 /// Links of 25 MB/s stop one way or both at any moment of a change, for up to two seconds.

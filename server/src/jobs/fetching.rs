@@ -201,7 +201,7 @@ impl JobHandle {
     }
 
     /// Tells the owner, whose updates wait for it, that a new replica has a shard's state. Repeats that until the owner
-    /// answers, or has stepped aside.
+    /// answers, or is no server of the job any more: other shards wait behind this one.
     async fn say_arrived(
         &self,
         client: &mut TensorsClient<Channel>,
@@ -210,9 +210,14 @@ impl JobHandle {
     ) {
         let request = FetchRequest { arrived: true, ..request };
         let mut pause = PAUSE;
-        while let Err(status) = client.fetch(request.clone()).await {
-            let fault = fault_from_status(&status, &awaited.address);
-            if !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
+        loop {
+            let fault = match timeout(SILENCE, client.fetch(request.clone())).await {
+                Ok(Ok(_)) => return,
+                Ok(Err(status)) => fault_from_status(&status, &awaited.address),
+                Err(_) => silent(awaited),
+            };
+            let has_left = !self.job.placement().members().any(|server| server == awaited.source);
+            if has_left || !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
                 return;
             }
             self.note_failure(awaited, fault);

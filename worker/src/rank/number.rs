@@ -102,7 +102,7 @@ pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
 /// Returns how far the clock of `server` is ahead of that of `other`, in ms.
 ///
 /// # Errors
-/// `Invalid` if either does not say its clock.
+/// `Unavailable` if either does not say its clock.
 pub(crate) async fn clock_ahead(cluster: &Cluster, server: ServerId, other: ServerId) -> Result<i64> {
     let start = Instant::now();
     let measured = join(Begin::measure(cluster, server, start), Begin::measure(cluster, other, start));

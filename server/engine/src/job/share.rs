@@ -20,7 +20,7 @@ pub(super) struct Share {
     pub(super) server: ServerId,
     /// The shards that this server has a place for, in forward order.
     pub(super) owned: Vec<ShardId>,
-    /// Those of them that it holds, as owner or replica, when the job is opened.
+    /// Places of the shards that this server holds, as owner or replica, when the job is opened.
     pub(super) opened: Vec<OwnedShard>,
 }
 

@@ -3,6 +3,8 @@
 //! The decision on step w names the owner of steps from w + 1 + `max_delay` on. The owner before keeps the last
 //! version that it made, and the new one fetches it. Until the state is there, the updates that need it are held back.
 
+use std::collections::BTreeSet;
+
 use longshore_proto::{
     Handover, Incarnation, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, Version,
 };
@@ -121,11 +123,15 @@ impl Machine {
         self.placement.apply(change, step, self.spec.max_delay);
         self.has_moved = true;
         let (placement, server) = (&self.placement, self.server);
+        let named: BTreeSet<ShardId> =
+            change.moves.iter().chain(&change.replicas).map(|(shard, _)| *shard).collect();
+        // The loss of a server changes any shard, and a move those that it names.
+        let changes = |of: &&mut ShardProgress| !change.lost.is_empty() || named.contains(&of.shard);
         let hands = |shard: ShardId, before: ServerId| {
             let is_it = |of: &Handover| (of.shard, of.from_step, of.before) == (shard, from, before);
             placement.handovers.iter().any(is_it)
         };
-        for shard in &mut self.shards {
+        for shard in self.shards.iter_mut().filter(changes) {
             let held = !shard.span.is_empty() && shard.span.end == u64::MAX;
             match (held, placement.holds(server, shard.shard)) {
                 (false, true) => {
