@@ -144,8 +144,8 @@ impl JobSpec {
         range("groups", self.groups.len() as u64, 1, MAX_GROUPS as u64)?;
         range("replicas", self.replicas.into(), 1, 2)?;
         if self.replicas > 1 && self.tier != TierKind::Memory {
-            let (limit, remedy) =
-                ("memory, with replicas 2", "leave replicas out: drives keep what a server has lost");
+            let limit = "memory, with replicas 2";
+            let remedy = "leave replicas out: drives keep what a server has lost";
             return Err(Fault::invalid("spec.tier", self.tier, limit, remedy));
         }
         range("shard_elements", self.shard_elements, BLOCK_ELEMENTS, MAX_SHARD_ELEMENTS)?;

@@ -122,8 +122,8 @@ impl Moves {
     }
 
     /// Returns the change of the placement that comes with the decision on `step`. Returns at once unless servers join,
-    /// or the first one leaves.
-    /// `differing` are shards of which owner and replica have other gradients: the replica is made anew.
+    /// or the first server leaves. `differing` are shards whose owner and replica have other gradients: their replicas
+    /// are made anew.
     pub(super) async fn change(&mut self, step: Step, differing: &[ShardId]) -> Option<PlacementChange> {
         self.retire(step);
         let lost = self.cluster.given_up();
@@ -400,9 +400,8 @@ async fn prepare(
 
 /// Returns the job's servers if some shard lacks its replica, and another server could have one.
 fn without_replicas(placement: &Placement) -> Vec<String> {
-    let servers: Vec<String> = placement.addresses().map(str::to_string).collect();
-    let lacks = servers.len() > 1 && placement.unreplicated() > 0;
-    if lacks { servers } else { Vec::new() }
+    let lacks = placement.unreplicated() > 0 && placement.members().count() > 1;
+    if lacks { placement.addresses().map(str::to_string).collect() } else { Vec::new() }
 }
 
 /// Chooses the new replicas after which each shard has one, on a server that does not own it, and the wanted servers have

@@ -35,23 +35,14 @@ impl Share {
             return Err(Fault::invalid("server", server.0, limit, "say which of placement.servers this is"));
         }
         if spec.replicas > 1 && placement.epoch == Epoch(1) && placement.replicas.contains(&NO_SERVER) {
-            let (value, limit) = (placement.servers.len(), "at least 2, with replicas 2");
-            return Err(Fault::invalid(
-                "placement.servers",
-                value,
-                limit,
-                "name another server, or leave replicas out",
-            ));
+            let limit = "at least 2 servers, with replicas 2";
+            let remedy = "name another server, or leave replicas out";
+            return Err(Fault::invalid("placement.servers", placement.servers.len(), limit, remedy));
         }
         if (spec.replicas > 1) == placement.replicas.is_empty() {
-            let (value, limit) =
-                (placement.replicas.len(), format!("as spec.replicas says, {}", spec.replicas));
-            return Err(Fault::invalid(
-                "placement.replicas",
-                value,
-                limit,
-                "give each shard of a job with replicas one",
-            ));
+            let limit = "one for each shard with spec.replicas 2, and none without";
+            let remedy = "give each shard of a job with replicas one";
+            return Err(Fault::invalid("placement.replicas", placement.replicas.len(), limit, remedy));
         }
         let owned = tier::places(&spec, &layout, &placement, server);
         let opened = OwnedShards::all(owned.len()).zip(&owned);
