@@ -593,10 +593,10 @@ impl ShardPager {
                 return Err(corrupt(format!("{shard}, as it was fetched"), "as it was written", LOST));
             }
             (held.checked, held.dirty) = (true, true);
-            self.keep(owned, held);
             let mut state = self.lock();
-            // The next update writes the other slot.
-            state.entries[owned.index()].slot = slots.state;
+            let entry = &mut state.entries[owned.index()];
+            // The next update writes the other slot. Between two locks an eviction would write the shard to its old one.
+            (entry.slot, entry.tabled, entry.holding) = (slots.state, false, Holding::Ready(held));
             self.write_dirty(&mut state, owned);
         }
         Ok(has_untabled)
