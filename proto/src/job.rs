@@ -63,6 +63,7 @@ pub struct JobSpec {
     pub rule: Rule,
     pub gradient_dtype: Dtype,
     pub image_dtype: Dtype,
+    /// The largest number of ranks. Each time that the ranks start, fewer may take part.
     pub world_size: u32,
     pub micro_steps: u32,
     /// 0: exact steps only. 1: room for one delayed step.
@@ -212,6 +213,20 @@ impl JobSpec {
         u64::from(self.world_size) * u64::from(self.micro_steps)
     }
 
+    /// Returns true if fewer ranks than `world_size` may train: all of them contribute to every trained parameter.
+    pub fn takes_fewer_ranks(&self) -> bool {
+        let is_whole = |of: &Partition| of.is_frozen() || of.ranks.len() == self.world_size as usize;
+        self.partitions.iter().all(is_whole)
+    }
+
+    /// The same job with room for another number of ranks.
+    pub fn of_ranks(&self, world_size: u32) -> JobSpec {
+        let whole = |of: &Partition| Partition { first: of.first, ..Partition::whole(world_size) };
+        let sized = |of: &Partition| if of.is_frozen() { of.clone() } else { whole(of) };
+        let partitions = self.partitions.iter().map(sized).collect();
+        JobSpec { world_size, partitions, ..self.clone() }
+    }
+
     pub fn has_frozen(&self) -> bool {
         self.partitions.iter().any(Partition::is_frozen)
     }
@@ -280,6 +295,20 @@ impl JobSpec {
         if self.groups != other.groups {
             return differs("groups", format!("{:?}", self.groups), format!("{:?}", other.groups));
         }
+        let are_fewer = other.world_size < self.world_size && other.takes_fewer_ranks();
+        if are_fewer && self.takes_fewer_ranks() {
+            return self.same_as(&other.of_ranks(self.world_size));
+        }
+        if self.world_size < other.world_size {
+            let limit = format!("at most {}, as the job was opened", self.world_size);
+            let remedy =
+                "start fewer ranks; for more, checkpoint the job and restore it in one opened with max_ranks";
+            let field = "spec.world_size";
+            return Err(Fault::new(FaultKind::Conflict, field, other.world_size, limit, remedy));
+        }
+        if self.world_size != other.world_size {
+            return differs("world_size", self.world_size.to_string(), other.world_size.to_string());
+        }
         if self.partitions != other.partitions {
             return differs("partitions", describe(&self.partitions), describe(&other.partitions));
         }
@@ -288,7 +317,6 @@ impl JobSpec {
             ("rule", self.rule.to_string(), other.rule.to_string()),
             ("gradient_dtype", self.gradient_dtype.to_string(), other.gradient_dtype.to_string()),
             ("image_dtype", self.image_dtype.to_string(), other.image_dtype.to_string()),
-            ("world_size", self.world_size.to_string(), other.world_size.to_string()),
             ("micro_steps", self.micro_steps.to_string(), other.micro_steps.to_string()),
             ("max_delay", self.max_delay.to_string(), other.max_delay.to_string()),
             ("shard_elements", self.shard_elements.to_string(), other.shard_elements.to_string()),

@@ -64,7 +64,7 @@ async fn train(server: &Server) -> Client {
     let placement = v1::Placement { servers: vec!["here".into()], owners: vec![0], ..Default::default() };
     let open = OpenJobRequest { spec: Some(spec()), placement: Some(placement), ..Default::default() };
     training.open_job(open).await.unwrap();
-    let join = |rank| JoinRequest { job: JOB.into(), rank, incarnation: 1, fence_only: false };
+    let join = |rank| JoinRequest { job: JOB.into(), rank, incarnation: 1, ..Default::default() };
     training.join(join(0)).await.unwrap();
     let offer = training.join(join(1)).await.unwrap().into_inner().memfd.expect("an offer");
     let ones: Vec<u8> = (0..ELEMENTS).flat_map(|_| 1.0f32.to_le_bytes()).collect();

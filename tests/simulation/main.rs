@@ -14,7 +14,7 @@ use std::{
     env,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -34,11 +34,13 @@ use crate::{
 const LONGEST: Duration = Duration::from_secs(900);
 
 /// Kinds of faults that `disturb` causes.
-const KINDS: u64 = 9;
+const KINDS: u64 = 10;
 
 /// A process of a rank, and how it ended.
 struct Process {
     id: ProcessId,
+    /// The number of ranks that it was started with.
+    world_size: usize,
     began: Duration,
     ended: Option<Result<(), String>>,
     was_fenced: bool,
@@ -83,6 +85,9 @@ struct Cluster {
     servers: Mutex<Vec<Arc<Server>>>,
     /// A server was killed: steps may be taken back.
     has_lost: AtomicBool,
+    /// The number of ranks that take part.
+    world_size: AtomicUsize,
+    is_resizing: AtomicBool,
     /// By rank: all its processes, the newest last.
     ranks: Mutex<Vec<Vec<Process>>>,
 }
@@ -108,6 +113,7 @@ impl Cluster {
         let disks = (0..servers + spare).map(|server| Arc::new(Mutex::new(disk(server)))).collect();
         let steps = 4 + sim.below(if may_move { 40 } else { 6 });
         let plan = Plan::draw(&sim);
+        let world_size = AtomicUsize::new(ranks as usize);
         let ranks = Mutex::new((0..ranks).map(|_| Vec::new()).collect());
         let cluster = Cluster {
             sim,
@@ -118,6 +124,8 @@ impl Cluster {
             disks,
             servers: Mutex::default(),
             has_lost: AtomicBool::new(false),
+            world_size,
+            is_resizing: AtomicBool::new(false),
             ranks,
         };
         let cluster = Arc::new(cluster);
@@ -151,20 +159,22 @@ impl Cluster {
             return;
         }
         let id = self.sim.process(&format!("rank {rank}.{count}"), self.skew());
-        lock(&self.ranks)[rank].push(Process { id, began, ended: None, was_fenced: false });
+        let world_size = self.world_size();
+        lock(&self.ranks)[rank].push(Process { id, world_size, began, ended: None, was_fenced: false });
         for address in self.addresses.iter().filter(|_| rank == 0) {
             self.sim.network.change(id, address, |weather| weather.delay = self.plan.slow);
         }
         let cluster = Arc::clone(self);
         self.sim.main(id, move || {
-            let ended = rank::run(&cluster, rank, id);
+            let ended = rank::run(&cluster, rank, world_size as u32, id);
             if cluster.sim.is_dead(id) {
                 return;
             }
             cluster.sim.note(id, || format!("ends: {ended:?}"));
             let was_fenced = ended.as_ref().is_err_and(is_fenced);
             // A process that was stopped meanwhile may know only servers that have left.
-            let is_late = cluster.newest(rank) != id && cluster.has_changed();
+            let is_late =
+                cluster.newest(rank) != id && cluster.has_changed() || cluster.world_size() != world_size;
             if let Err(error) = ended.as_ref().map_err(|error| error.to_string())
                 && !(was_fenced || is_late)
             {
@@ -181,7 +191,10 @@ impl Cluster {
     fn outdated(&self, rank: usize, id: ProcessId, error: &Error) {
         self.sim.note(id, || format!("is outdated: {error}"));
         // A delayed job's rank 0 starts over where a rank's new process joined between the commits of a step.
-        let may = rank == 0 && self.oracle.schedule.delay() > 0 || self.has_changed();
+        // Late messages of ranks in another number may come after a rank has joined.
+        let is_other = |process: &Process| process.world_size != self.world_size();
+        let has_resized = lock(&self.ranks).iter().flatten().any(is_other);
+        let may = rank == 0 && self.oracle.schedule.delay() > 0 || self.has_changed() || has_resized;
         if !may && !self.has_lost.load(Relaxed) && self.newest(rank) == id {
             self.oracle.fail(format!("rank {rank} is outdated, and no server was killed: {error}"));
         }
@@ -189,8 +202,11 @@ impl Cluster {
 
     /// Checks that servers know since which version a process has made all gradients.
     fn has_joined(&self, rank: Rank, joined: &Joined) {
+        let members = self.members();
         let servers = lock(&self.servers).clone();
-        for at in servers.iter().filter_map(|server| server.joined_at(rank, joined.incarnation)) {
+        let takes_part = |(_, address): &(&Arc<Server>, &String)| members.contains(address);
+        let servers = servers.iter().zip(&self.addresses).filter(takes_part);
+        for at in servers.filter_map(|(server, _)| server.joined_at(rank, joined.incarnation)) {
             // After a step back a server may know a later version, which asks for no gradient that was not made.
             if at < joined.version {
                 self.oracle.fail(format!("{rank} has joined at {}, but a server knows {at}", joined.version));
@@ -228,19 +244,52 @@ impl Cluster {
         }
     }
 
+    fn world_size(&self) -> usize {
+        self.world_size.load(Relaxed)
+    }
+
+    /// Starts another number of ranks, as torchrun does: all processes of before have ended, or some are stopped and
+    /// go on later.
+    async fn resize(self: &Arc<Self>) {
+        if self.is_resizing.swap(true, Relaxed) {
+            return;
+        }
+        let sim = &self.sim;
+        let most = lock(&self.ranks).len();
+        let world_size = 1 + sim.below(most as u64) as usize;
+        self.world_size.store(world_size, Relaxed);
+        let processes: Vec<ProcessId> = (0..most).map(|rank| self.newest(rank)).collect();
+        let mut stopped = Vec::new();
+        for process in processes {
+            if sim.one_in(3) {
+                sim.stop(process, true);
+                stopped.push(process);
+            } else {
+                sim.kill(process);
+            }
+        }
+        // Two processes of a rank begin apart.
+        sim.sleep(Duration::from_millis(250)).await;
+        sim.note(OUTSIDE, || format!("{world_size} ranks start"));
+        (0..world_size).for_each(|rank| self.start_rank(rank));
+        self.is_resizing.store(false, Relaxed);
+        let time = sim.part_of(self.plan.longest);
+        sim.sleep(time).await;
+        stopped.into_iter().for_each(|process| sim.stop(process, false));
+    }
+
     fn newest(&self, rank: usize) -> ProcessId {
         lock(&self.ranks)[rank].last().map_or(OUTSIDE, |process| process.id)
     }
 
     fn is_over(&self) -> bool {
         let done = |of: &Vec<Process>| of.last().is_some_and(|process| matches!(process.ended, Some(Ok(()))));
-        self.oracle.violation().is_some() || lock(&self.ranks).iter().all(done)
+        self.oracle.violation().is_some() || lock(&self.ranks).iter().take(self.world_size()).all(done)
     }
 
     /// Starts ranks that ended without being done, as a launcher does.
     fn launch_again(self: &Arc<Self>) {
-        let count = lock(&self.ranks).len();
-        for rank in 0..count {
+        for rank in 0..self.world_size() {
             let again = {
                 let ranks = lock(&self.ranks);
                 let Some(process) = ranks[rank].last() else { continue };
@@ -262,7 +311,7 @@ impl Cluster {
     /// Causes a fault that the seed chooses, and ends it.
     async fn disturb(self: &Arc<Self>) {
         let sim = &self.sim;
-        let (ranks, servers) = (lock(&self.ranks).len() as u64, self.disks.len() as u64);
+        let (ranks, servers) = (self.world_size() as u64, self.disks.len() as u64);
         let (rank, server) = (sim.below(ranks) as usize, sim.below(servers) as usize);
         let address = self.addresses[server].clone();
         let process = self.newest(rank);
@@ -303,6 +352,7 @@ impl Cluster {
                 self.restart_server(server, short).await;
                 self.launch_again();
             }
+            9 => self.resize().await,
             8 => {
                 let Some(server) = self.torn(short * 2).await else { return };
                 let process = self.newest(0);

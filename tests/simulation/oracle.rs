@@ -89,6 +89,8 @@ struct Gradient {
     micro_step: u32,
     rank: u32,
     shard: ShardId,
+    /// The number of ranks that the process knows.
+    world_size: u32,
     /// The versions that its weights may have been of.
     reads: BTreeSet<Decision>,
 }
@@ -100,6 +102,8 @@ struct Known {
     states: BTreeMap<(ShardId, u64), BTreeSet<Decision>>,
     /// The state of a shard by the decision that made it. The same decision makes the same bits, however often.
     made: BTreeMap<(ShardId, Decision), u64>,
+    /// The number of ranks behind the decisions of rank 0's process.
+    worlds: BTreeMap<Incarnation, u32>,
     /// The decision before.
     parents: BTreeMap<Decision, Decision>,
     violation: Option<String>,
@@ -173,7 +177,7 @@ impl Oracle {
     /// another's place computes other bits.
     pub(crate) fn compute(
         &self,
-        (rank, process): (u32, usize),
+        (rank, world_size, process): (u32, u32, usize),
         (step, micro_step): (Step, u32),
         version: Version,
         read: &[u64],
@@ -197,10 +201,16 @@ impl Oracle {
                 let place = u64::from(micro_step) << 40 | u64::from(rank) << 20 | u64::from(shard.0);
                 let gradient = mix(of ^ mix(place));
                 let reads = common.clone();
-                known.gradients.insert(gradient, Gradient { step, micro_step, rank, shard, reads });
+                let of = Gradient { step, micro_step, rank, shard, world_size, reads };
+                known.gradients.insert(gradient, of);
                 gradient
             })
             .collect()
+    }
+
+    /// Notes how many ranks take part in the steps that a process of rank 0 decides.
+    pub(crate) fn leads(&self, incarnation: Incarnation, world_size: u32) {
+        lock(&self.known).worlds.insert(incarnation, world_size);
     }
 
     pub(crate) fn update(&self, state: u64, gradients: &[u64]) -> u64 {
@@ -255,13 +265,21 @@ impl Oracle {
             chain = *known.parents.get(&chain).ok_or(format!("nothing is known of {chain:?}"))?;
         }
         let mut wanted: BTreeSet<(u32, u32)> = BTreeSet::new();
+        let world_size =
+            *known.worlds.get(&decision.1).ok_or("a process decided it that has not joined".to_string())?;
         for micro_step in 0..self.spec.micro_steps {
-            wanted.extend((0..self.spec.world_size).map(|rank| (micro_step, rank)));
+            wanted.extend((0..world_size).map(|rank| (micro_step, rank)));
         }
         for gradient in gradients {
             let of = known.gradients.get(gradient).ok_or(format!("no process computed {gradient:x}"))?;
             if (of.step, of.shard) != (step, shard) || !wanted.remove(&(of.micro_step, of.rank)) {
                 return Err(format!("it has a gradient of {}, {}, rank {}", of.step, of.shard, of.rank));
+            }
+            if of.world_size != world_size {
+                return Err(format!(
+                    "rank {} is of {} ranks instead of {world_size}",
+                    of.rank, of.world_size
+                ));
             }
             if !of.reads.contains(&chain) {
                 return Err(format!("rank {} computed with {:?} instead of {chain:?}", of.rank, of.reads));

@@ -10,14 +10,15 @@ use longshore_worker::{
 
 use crate::{Cluster, host::ProcessId, oracle::number};
 
-/// Trains to the last step.
-pub(crate) fn run(cluster: &Arc<Cluster>, rank: usize, id: ProcessId) -> Result<()> {
+/// Trains to the last step, as one of `world_size` ranks.
+pub(crate) fn run(cluster: &Arc<Cluster>, rank: usize, world_size: u32, id: ProcessId) -> Result<()> {
     let options = Options {
         transport: Transport::Tcp,
         connections: 1,
         deadline: Duration::from_secs(20),
         slow_deadline: Duration::from_secs(120),
         process: Process::default(),
+        world_size,
         ..Options::new(cluster.members(), (*cluster.oracle.spec).clone(), Rank(rank as u32))
     };
     loop {
@@ -29,7 +30,7 @@ pub(crate) fn run(cluster: &Arc<Cluster>, rank: usize, id: ProcessId) -> Result<
 }
 
 fn train(cluster: &Cluster, options: Options, id: ProcessId) -> Result<()> {
-    let rank = options.rank;
+    let (rank, world_size) = (options.rank, options.world_size);
     let mut session = Session::connect(options)?;
     let joined = if rank == Rank(0) {
         session.open()?;
@@ -38,17 +39,21 @@ fn train(cluster: &Cluster, options: Options, id: ProcessId) -> Result<()> {
         session.follow(None)?
     };
     cluster.has_joined(rank, &joined);
+    if rank == Rank(0) {
+        cluster.oracle.leads(joined.incarnation, world_size);
+    }
     let options = PipelineOptions {
         schedule: cluster.oracle.schedule.clone(),
         correction: DelayCorrection::None,
         ..PipelineOptions::new(LossScaler::fixed(1.0)?, |_| vec![Hyper::default()])
     };
     let mut pipeline = Pipeline::new(session, &joined, options)?;
-    train_to(cluster, &mut pipeline, (rank.0, id)).map_err(|error| pipeline.session().cause(error))?;
+    train_to(cluster, &mut pipeline, (rank.0, world_size, id))
+        .map_err(|error| pipeline.session().cause(error))?;
     pipeline.close()?.leave()
 }
 
-fn train_to(cluster: &Cluster, pipeline: &mut Pipeline, rank: (u32, ProcessId)) -> Result<()> {
+fn train_to(cluster: &Cluster, pipeline: &mut Pipeline, rank: (u32, u32, ProcessId)) -> Result<()> {
     let (oracle, steps) = (&cluster.oracle, cluster.steps);
     let shards = oracle.layout.shards();
     while pipeline.last_step().0 < steps {
@@ -62,7 +67,7 @@ fn train_to(cluster: &Cluster, pipeline: &mut Pipeline, rank: (u32, ProcessId)) 
             read.push(number(&bytes));
         }
         for micro_step in 0..oracle.spec.micro_steps {
-            cluster.sim.work(rank.1, cluster.plan.backward);
+            cluster.sim.work(rank.2, cluster.plan.backward);
             let gradients = oracle.compute(rank, (plan.step, micro_step), plan.reads, &read);
             let mut assembler = pipeline.assembler(micro_step)?;
             for shard in (0..shards).rev().map(ShardId) {

@@ -303,9 +303,8 @@ impl Server {
     }
 
     fn sum(&self, instance: &mut Instance, sum: Sum) {
-        let Sum { owned, slot, step, micro_step } = sum;
+        let Sum { owned, contributions: count, slot, step, micro_step } = sum;
         let shard = owned.index();
-        let count = self.layout().contributors(instance.owned[shard]).len();
         if micro_step.0 == 0 {
             // A lone rank's next process starts the step over.
             instance.sums.remove(&(shard, step));
@@ -379,7 +378,8 @@ impl Server {
         let keeps = Arc::clone(self);
         let kept = async move {
             keeps.sim.write(Duration::from_millis(5)).await;
-            let joined = keeps.with(|instance| Ok(joined(&instance.machine)))?;
+            let ranks = keeps.spec().world_size;
+            let joined = keeps.with(|instance| Ok(joined(&instance.machine, ranks)))?;
             lock(&keeps.disk).joined = joined;
             Ok(())
         };
@@ -512,12 +512,20 @@ impl Server {
             self.promise(rank, incarnation);
             let progress = self.with(|instance| Ok(progress(&instance.machine)))?;
             self.note(|| format!("{rank} fenced by {incarnation} at {}", progress.version));
-            return Ok(v1::JoinResponse { progress: Some(progress), memfd: None });
+            return Ok(v1::JoinResponse { progress: Some(progress), ..Default::default() });
         }
+        let world_size = Some(request.world_size).filter(|&world_size| world_size != 0);
         let check = |instance: &mut Instance| {
             let progress = progress(&instance.machine);
-            let joined = instance.machine.join(rank, incarnation)?;
-            Ok(joined.then_some(progress))
+            let ranks = instance.machine.world_size();
+            let joined = instance.machine.join(rank, incarnation, world_size)?;
+            let world_size = instance.machine.world_size();
+            if world_size != ranks {
+                let decided = instance.machine.version();
+                instance.held.retain(|&(_, step, ..), _| step.version() <= decided);
+                instance.sums.retain(|&(_, step), _| step.version() <= decided);
+            }
+            Ok(joined.then_some(v1::JobProgress { world_size, ..progress }))
         };
         let mut progress = self.until(PATIENCE, check).await?;
         self.moved();
@@ -527,7 +535,8 @@ impl Server {
             progress = self.with(|instance| Ok(self::progress(&instance.machine)))?;
         }
         self.note(|| format!("{rank} joined as {incarnation} at {}", progress.version));
-        Ok(v1::JoinResponse { progress: Some(progress), memfd: None })
+        let joined_at = self.with(|instance| Ok(instance.machine.joined(rank).map(|joined| joined.at.0)))?;
+        Ok(v1::JoinResponse { progress: Some(progress), memfd: None, joined_at })
     }
 
     async fn until_durable(&self, version: Version, patience: Duration) -> Result<(), Fault> {
@@ -636,16 +645,22 @@ impl Server {
     async fn push(&self, incoming: &mut Incoming, outgoing: &Outgoing) -> Result<(), Fault> {
         let life = self.with(|instance| Ok(instance.life))?;
         let mut changed = self.changed.subscribe();
+        let mut sender = None;
         loop {
+            let is_cut = |instance: &Instance| {
+                let of = sender.is_some_and(|(rank, process)| instance.machine.must_rejoin(rank, process));
+                instance.life != life || of
+            };
             let request = tokio::select! {
                 biased;
                 request = incoming.next::<v1::PushRequest>() => request.map_err(broken)?,
                 // An idle worker must learn that gradients which it sent may be needed again.
-                _ = changed.wait_for(|_| self.instance().as_ref().is_none_or(|now| now.life != life)) => {
+                _ = changed.wait_for(|_| self.instance().as_ref().is_none_or(is_cut)) => {
                     return Err(recovering());
                 }
             };
             let Some(request) = request else { return Ok(()) };
+            sender = Some((Rank(request.rank), Incarnation(request.incarnation)));
             let outcome = self.receive(&request).await;
             let fate = outcome.as_ref().ok().copied();
             let result = v1::PushResult {
@@ -836,15 +851,8 @@ async fn tell(outgoing: &Outgoing, message: &impl Message) -> Result<(), Fault> 
     Ok(())
 }
 
-fn joined(machine: &Machine) -> Vec<Option<Joined>> {
-    let ranks = machine.ranks().into_iter();
-    ranks
-        .map(|of| {
-            let incarnation = of.incarnation?;
-            let fence_only = !of.left && !machine.has_joined(of.rank, incarnation);
-            Some(Joined { incarnation, at: of.joined_at, fence_only })
-        })
-        .collect()
+fn joined(machine: &Machine, ranks: u32) -> Vec<Option<Joined>> {
+    (0..ranks).map(|rank| machine.joined(Rank(rank))).collect()
 }
 
 fn progress(machine: &Machine) -> v1::JobProgress {
@@ -859,6 +867,7 @@ fn progress(machine: &Machine) -> v1::JobProgress {
         version: progress.version.0,
         applied: progress.applied,
         last_commit: progress.last_commit.map(|commit| commit.to_wire()),
+        world_size: progress.world_size,
         ..Default::default()
     }
 }

@@ -75,6 +75,8 @@ pub struct Joined {
     pub at: Version,
     /// The process has only fenced an earlier one.
     pub fence_only: bool,
+    /// On rank 0: the number of ranks that take part, if fewer than the spec's world size; else 0.
+    pub world_size: u32,
 }
 
 /// An f64 as Rust prints it: the shortest decimal that reads back as the same bits.

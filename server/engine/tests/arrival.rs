@@ -67,7 +67,7 @@ fn what_breaks_off_was_never_there() {
     writing.write(&payload[..1000]).unwrap();
     // The same chunk over another connection waits, and so does the rank's next process.
     assert_eq!(cluster.store(&chunk, payload), Ok(Admission::Busy));
-    assert_eq!(job.join(Rank(0), Incarnation(2)), Ok(false));
+    assert_eq!(job.join(Rank(0), Incarnation(2), None), Ok(false));
     drop(writing);
     assert!(!job.protocol.is_step_begun());
 

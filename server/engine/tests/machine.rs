@@ -33,7 +33,7 @@ proptest! {
 #[test]
 fn the_events_reach_every_answer() {
     let mut answers = BTreeMap::new();
-    for seed in 0..300 {
+    for seed in 0..500 {
         let mut pair = Pair::new(seed);
         (0..300).for_each(|_| pair.event());
         for (answer, count) in pair.answers {
@@ -45,6 +45,7 @@ fn the_events_reach_every_answer() {
         "Paused",
         "NotLoading",
         "UnknownRank",
+        "WorldSize",
         "NotJoined",
         "Fenced",
         "Left",

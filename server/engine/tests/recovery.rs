@@ -226,7 +226,7 @@ fn a_new_rank_zero_fences_first_and_completes_the_decision_of_the_one_before() {
         assert!(!duplicate);
         cluster.works[1].extend(work);
         for job in &cluster.jobs {
-            assert_eq!(job.join(Rank(0), new), Ok(true));
+            assert_eq!(job.join(Rank(0), new, None), Ok(true));
         }
         cluster.work();
         finish(&mut cluster, 2, &second);

@@ -174,7 +174,7 @@ fn job(services: &Services, seen: &Seen, after: u64) -> Job {
         rule: spec.rule.name(),
         parameters: spec.params.iter().filter_map(Param::elements).sum(),
         tensors: spec.params.len(),
-        world_size: spec.world_size,
+        world_size: progress.world_size,
         micro_steps: spec.micro_steps,
         server: job.server().0,
         servers: placement.members().count(),

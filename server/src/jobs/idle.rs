@@ -89,7 +89,7 @@ mod tests {
         let job =
             Job::open(spec, placement, ServerId(0), &budget, &storage, compute, Box::new(|| {})).unwrap();
         let incarnation = Incarnation(1);
-        job.join(Rank(0), incarnation).unwrap();
+        job.join(Rank(0), incarnation, None).unwrap();
         let payload = vec![0; BLOCK_ELEMENTS as usize * 4];
         let chunk = UploadChunk {
             shard: ShardId(0),

@@ -330,10 +330,11 @@ impl Jobs {
                 Some(kept) if wanted.placement.epoch > kept.placement.epoch => kept.placement.clone(),
                 _ => wanted.placement,
             };
-            let wanted = StoredJob { placement, ..wanted };
+            let mut wanted = StoredJob { placement, ..wanted };
             if let Some(kept) = &kept {
                 check_same(kept, &wanted)
                     .map_err(|differs| self.kept_otherwise(differs, &wanted.spec.name))?;
+                wanted.spec.clone_from(&kept.spec);
             }
             if kept.is_none() && !self.has_recovered() {
                 self.leave_room(&wanted)?;

@@ -23,6 +23,7 @@ pub(super) fn progress(progress: Progress) -> v1::JobProgress {
         last_commit: progress.last_commit.map(|commit| commit.to_wire()),
         pause_reason,
         left_out: left_outs_to_wire(&progress.left_out),
+        world_size: progress.world_size,
         missing_shards: progress.missing.into_iter().filter(|_| loading).map(|shard| shard.0).collect(),
         restore: progress.restoring.map(|Restoring { checkpoint, shards, held }| v1::RestoreProgress {
             name: checkpoint,

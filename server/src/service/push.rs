@@ -91,7 +91,11 @@ impl Stream {
         // Beside the call: an acknowledgement may wait for a stopped process.
         let cut = async {
             while fences.changed().await.is_ok() {
-                intake.lock().sink.end_if_fenced();
+                let sink = &mut intake.lock().sink;
+                sink.end_if_fenced();
+                if sink.must_rejoin() {
+                    return;
+                }
             }
         };
         // An aborted call is dropped, and an unfinished chunk releases its slot.

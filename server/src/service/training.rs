@@ -173,7 +173,13 @@ impl Services {
         }
         let answer = || {
             let room = job.places().iter().filter(|_| list_room).map(|shard| shard.0).collect();
-            Ok(v1::OpenJobResponse { created, progress: Some(convert::progress(job.progress())), room })
+            let world_size = job.spec().world_size;
+            Ok(v1::OpenJobResponse {
+                created,
+                progress: Some(convert::progress(job.progress())),
+                room,
+                world_size,
+            })
         };
         room.make(default_deadline(), answer).await
     }
@@ -214,17 +220,29 @@ impl Services {
             blocking(move || job.protocol.keep_joined()).await?;
             let progress = handle.job.progress();
             tracing::info!(job = request.job, %rank, %incarnation, version = progress.version.0, "rank fenced");
-            return joined(connection, &handle, room, progress, None).await;
+            return joined(connection, &handle, room, (rank, progress), None).await;
         }
         // Join is busy only while contributions of the previous process are summed, or go to a drive.
+        let world_size = Some(request.world_size).filter(|&world_size| world_size != 0);
         let join = || {
             // A step may be decided before this call is answered, above all during a wait for a drive. The answer
             // must still name the version at the join. With the newer version, a server that lost that step would
             // wait in vain: the rank has no gradient of it.
             let progress = handle.job.progress();
-            Ok(handle.job.join(rank, incarnation)?.then_some(progress))
+            let joined = handle.job.join(rank, incarnation, world_size)?;
+            Ok(joined.then(|| Progress { world_size: handle.job.progress().world_size, ..progress }))
         };
-        let progress = handle.until(default_deadline(), join, || handle.late("join", rank)).await?;
+        let late = || match handle.job.progress().world_size {
+            before if world_size.is_some_and(|world_size| world_size != before) => {
+                let value = format!("{} on {rank}", request.world_size);
+                let remedy =
+                    "start all ranks anew with the same number of them, rank 0 too, as torchrun does";
+                Fault::new(FaultKind::Deadline, "world_size", value, format!("{before}, rank 0's"), remedy)
+            }
+            _ => handle.late("join", rank),
+        };
+        let progress = handle.until(default_deadline(), join, late).await?;
+        self.fences.send_modify(|count| *count += 1);
         let job = Arc::clone(&handle.job);
         blocking(move || job.protocol.keep_joined()).await?;
         handle.stages.joined();
@@ -232,7 +250,7 @@ impl Services {
         handle.fetch_awaited(self.tls_dir.as_deref());
         let (version, transport) = (progress.version.0, self.transport);
         tracing::info!(job = request.job, %rank, %incarnation, version, transport, "rank joined");
-        joined(connection, &handle, room, progress, self.links.offer()).await
+        joined(connection, &handle, room, (rank, progress), self.links.offer()).await
     }
 
     async fn commit_step(&self, request: v1::CommitRequest) -> Result<v1::CommitResponse, Fault> {
@@ -288,14 +306,17 @@ impl Services {
         if let Some(commit) = &commit {
             commit.validate(handle.job.spec())?;
         }
+        let most = handle.job.spec().world_size;
+        let world_size = if progress.world_size < most { progress.world_size } else { 0 };
         let left_out = wire::left_outs_from_wire(progress.left_out);
         let record = Record { left_out, ..Record::new(Version(progress.version), progress.applied, commit) };
-        let mut ranks = vec![None; handle.job.spec().world_size as usize];
+        let mut ranks = vec![None; most as usize];
         for member in request.ranks {
             let joined = Joined {
                 incarnation: wire::incarnation_from_wire(member.incarnation)?,
                 at: Version(member.joined_at),
                 fence_only: false,
+                world_size,
             };
             let limit = format!("below the world size, {}", ranks.len());
             let remedy = "name the ranks of Admin.Describe";
@@ -358,13 +379,14 @@ async fn joined(
     connection: Option<&Connection>,
     handle: &JobHandle,
     room: &Room,
-    progress: Progress,
+    (rank, progress): (Rank, Progress),
     memfd: Option<v1::MemfdOffer>,
 ) -> Result<Kept<v1::JoinResponse>, Fault> {
     connection.iter().for_each(|connection| handle.seats.take(connection));
+    let joined_at = handle.job.protocol.joined_at(rank).map(|version| version.0);
     let answer = || {
         let progress = Some(convert::progress(progress.clone()));
-        Ok(v1::JoinResponse { progress, memfd: memfd.clone() })
+        Ok(v1::JoinResponse { progress, memfd: memfd.clone(), joined_at })
     };
     room.make(default_deadline(), answer).await
 }

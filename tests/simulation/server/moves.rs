@@ -102,7 +102,8 @@ impl Server {
             let room =
                 if request.list_room { instance.owned.iter().map(|of| of.0).collect() } else { vec![] };
             let progress = Some(progress(&instance.machine));
-            Ok(v1::OpenJobResponse { created: !is_open, progress, room })
+            let world_size = self.spec().world_size;
+            Ok(v1::OpenJobResponse { created: !is_open, progress, room, world_size })
         })
     }
 
@@ -132,11 +133,13 @@ impl Server {
         let progress = request.progress.ok_or_else(|| wire::missing("progress"))?;
         let commit = progress.last_commit.map(|commit| Commit::from_wire(Some(commit))).transpose()?;
         let record = Record::new(Version(progress.version), progress.applied, commit);
-        let mut ranks = vec![None; self.spec().world_size as usize];
+        let most = self.spec().world_size;
+        let world_size = if progress.world_size < most { progress.world_size } else { 0 };
+        let mut ranks = vec![None; most as usize];
         for member in request.ranks {
             let incarnation = wire::incarnation_from_wire(member.incarnation)?;
             ranks[member.rank as usize] =
-                Some(Joined { incarnation, at: Version(member.joined_at), fence_only: false });
+                Some(Joined { incarnation, at: Version(member.joined_at), fence_only: false, world_size });
         }
         let life = self.with(|instance| {
             instance.machine.begin_without_shards(incarnation, placement, record, &ranks)?;
@@ -150,7 +153,7 @@ impl Server {
             let record = instance.machine.record();
             instance.durable = record.version;
             let mut disk = lock(&self.disk);
-            disk.joined = joined(&instance.machine);
+            disk.joined = joined(&instance.machine, self.spec().world_size);
             disk.saved = vec![Saved { record, state: instance.state.clone() }];
         }
         self.note(|| format!("takes part from {} on", progress.version));

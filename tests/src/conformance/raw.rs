@@ -64,7 +64,7 @@ impl Raw {
     }
 
     pub fn join(&self, job: &str, rank: u32, incarnation: u64) -> Result<v1::JobProgress, Fault> {
-        let request = v1::JoinRequest { job: job.into(), rank, incarnation, fence_only: false };
+        let request = v1::JoinRequest { job: job.into(), rank, incarnation, ..Default::default() };
         let answer = self.call(self.training.clone().join(request))?;
         Ok(answer.progress.expect("a join answers with the progress"))
     }

@@ -37,6 +37,8 @@ pub(crate) struct Settings {
     image_dtype: String,
     rank: u32,
     world_size: u32,
+    /// The largest number of ranks that the job shall have; None for `world_size`.
+    max_ranks: Option<u32>,
     /// First parameter of each partition, and the rank that contributes to it. Empty if all ranks contribute to
     /// all.
     partitions: Vec<(u32, u32)>,
@@ -155,7 +157,7 @@ impl Settings {
             rule: self.rule.parse()?,
             gradient_dtype: self.gradient_dtype.parse()?,
             image_dtype: self.image_dtype.parse()?,
-            world_size: self.world_size,
+            world_size: self.most_ranks(),
             micro_steps: if self.sums_on_worker() { 1 } else { self.accumulate },
             max_delay: self.delay,
             shard_elements: self.shard_elements,
@@ -173,8 +175,13 @@ impl Settings {
             transport,
             interrupt,
             tls_dir: self.tls_dir.clone(),
+            world_size: self.world_size,
             ..Options::new(self.servers.clone(), spec, Rank(self.rank))
         })
+    }
+
+    fn most_ranks(&self) -> u32 {
+        self.max_ranks.unwrap_or(self.world_size)
     }
 
     /// Returns true if this process adds up the gradients of a step's backward passes.
@@ -187,7 +194,7 @@ impl Settings {
         let mut partitions: Vec<_> = self.partitions.iter().map(of_rank).collect();
         if let Some(first) = self.frozen_from {
             if partitions.is_empty() {
-                partitions.push(Partition::whole(self.world_size));
+                partitions.push(Partition::whole(self.most_ranks()));
             }
             partitions.push(Partition::frozen(first));
         }

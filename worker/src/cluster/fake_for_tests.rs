@@ -47,7 +47,7 @@ impl Answer {
 
     /// Answer to `Join` for a job that trains.
     pub(crate) fn joined(version: u64) -> Answer {
-        Answer::new(&JoinResponse { progress: Some(training(version)), memfd: None })
+        Answer::new(&JoinResponse { progress: Some(training(version)), ..JoinResponse::default() })
     }
 
     /// Answer to `Describe` for a job that trains.

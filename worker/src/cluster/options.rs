@@ -114,6 +114,8 @@ pub struct Options {
     pub token_file: Option<PathBuf>,
     pub spec: JobSpec,
     pub rank: Rank,
+    /// Number of ranks that take part until they start anew: at most `spec.world_size`.
+    pub world_size: u32,
     /// The process of this session and of those that it starts over with.
     pub process: Process,
     /// The longest wait for an event that is immediate in a healthy job: a connection, another rank, a step.
@@ -151,6 +153,7 @@ impl Options {
             servers,
             tls_dir: None,
             token_file: None,
+            world_size: spec.world_size,
             spec,
             rank,
             process: Process::default(),
@@ -181,7 +184,8 @@ impl Options {
             ))
         };
         range("servers", self.servers.len() as u128, 1, MAX_SERVERS as u128)?;
-        range("rank", self.rank.0.into(), 0, u128::from(self.spec.world_size.max(1)) - 1)?;
+        range("world_size", self.world_size.into(), 1, self.spec.world_size.max(1).into())?;
+        range("rank", self.rank.0.into(), 0, u128::from(self.world_size) - 1)?;
         range("connections", self.connections as u128, 1, MAX_CONNECTIONS as u128)?;
         range("in_flight_chunks", self.in_flight_chunks as u128, 1, MAX_IN_FLIGHT_CHUNKS as u128)?;
         if let Some(speed) = self.link_bytes_per_s {

@@ -14,8 +14,8 @@ use std::{
 
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
-    Fault, FaultKind, Layout, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, Version,
-    limits::PROTOCOL,
+    Fault, FaultKind, JobSpec, Layout, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step,
+    Version, limits::PROTOCOL,
 };
 use longshore_wire::{
     Wire, fault_from_status,
@@ -341,7 +341,7 @@ async fn prepare(
     wanted: Vec<String>,
     asked: u64,
 ) -> Result<Plan> {
-    let spec = cluster.spec();
+    let mut spec = cluster.spec().clone();
     let known =
         |address: &String| placement.members().find(|of| placement.servers[of.0 as usize] == *address);
     let (mut members, mut new) = (Vec::new(), Vec::new());
@@ -351,24 +351,30 @@ async fn prepare(
             None => new.push(address.clone()),
         }
     }
-    let open =
-        async |server: ServerId, peer: &Peer, placement: &Placement, is_new| -> Result<OpenJobResponse> {
-            let request = OpenJobRequest {
-                spec: Some(spec.to_wire()),
-                placement: Some(placement.to_wire()),
-                server: server.0,
-                protocol: PROTOCOL,
-                list_room: true,
-                is_new,
-            };
-            // Slow: a server allocates and touches all of its memory before it answers.
-            let time = cluster.options.slow_deadline;
-            ask(&cluster, peer, "OpenJob", time, async { peer.training().open_job(request).await }).await
+    let open = async |spec: &JobSpec,
+                      server: ServerId,
+                      peer: &Peer,
+                      placement: &Placement,
+                      is_new|
+           -> Result<OpenJobResponse> {
+        let request = OpenJobRequest {
+            spec: Some(spec.to_wire()),
+            placement: Some(placement.to_wire()),
+            server: server.0,
+            protocol: PROTOCOL,
+            list_room: true,
+            is_new,
         };
+        // Slow: a server allocates and touches all of its memory before it answers.
+        let time = cluster.options.slow_deadline;
+        ask(&cluster, peer, "OpenJob", time, async { peer.training().open_job(request).await }).await
+    };
     let mut rooms: Vec<(ServerId, Option<BTreeSet<ShardId>>)> = Vec::new();
     for &server in &members {
-        let answer = open(server, cluster.peer(server), &placement, false).await?;
+        let answer = open(&spec, server, cluster.peer(server), &placement, false).await?;
         rooms.push((server, Some(answer.room.into_iter().map(ShardId).collect())));
+        // The job may take more ranks than this run has.
+        spec = spec.of_ranks(answer.world_size.max(spec.world_size));
     }
     let first = placement.servers.len() as u32;
     let numbered: Vec<(ServerId, String)> = (first..).map(ServerId).zip(new).collect();
@@ -377,15 +383,15 @@ async fn prepare(
     let Moved { moves, replicas, placement: mut target } =
         plan_moves(&placement, &cluster.layout, &rooms, &addresses).map_err(without_room)?;
     target.epoch.0 += 1;
-    let target = &target;
+    let (target, spec) = (&target, &spec);
     let gets = |server: ServerId| moves.iter().chain(&replicas).any(|(_, to)| *to == server);
     for &server in members.iter().filter(|&&server| gets(server)) {
-        open(server, cluster.peer(server), target, false).await?;
+        open(spec, server, cluster.peer(server), target, false).await?;
     }
     let opened = numbered.into_iter().map(async |(server, address)| -> Result<Added> {
         let start = Instant::now();
         let peer = cluster.dial(&address, (start, start + cluster.options.deadline)).await?;
-        let room = open(server, &peer, target, true).await?.room;
+        let room = open(spec, server, &peer, target, true).await?.room;
         match target.held(server).into_iter().find(|shard| !room.contains(&shard.0)) {
             Some(shard) => Err(without_room(shard).into()),
             None => Ok(Added { server, peer }),
@@ -474,7 +480,7 @@ async fn begin_all(
         .collect();
     let placement = Some(cluster.placement().to_wire());
     let begin = |added: &Added| {
-        let join = JoinRequest { job: job.clone(), rank: 0, incarnation, fence_only: false };
+        let join = JoinRequest { job: job.clone(), rank: 0, incarnation, ..Default::default() };
         let (placement, progress) = (placement.clone(), Some(progress.clone()));
         let begin = BeginRequest { job: job.clone(), incarnation, placement, progress, ranks: ranks.clone() };
         let peer = added.peer.clone();
@@ -597,7 +603,7 @@ fn assign(
 
 #[cfg(test)]
 mod tests {
-    use longshore_proto::{Epoch, JobName, JobSpec, Param, limits::BLOCK_ELEMENTS};
+    use longshore_proto::{Epoch, JobName, Param, limits::BLOCK_ELEMENTS};
 
     use super::*;
 

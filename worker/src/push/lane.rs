@@ -3,7 +3,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use longshore_proto::{Fault, FaultKind, ServerId, Step, checksum::crc32, limits::CHUNK_BYTES};
+use longshore_proto::{Fault, FaultKind, ServerId, Step, Version, checksum::crc32, limits::CHUNK_BYTES};
 use longshore_wire::{
     direct::Mark,
     dtype_to_wire, fault_from_status, fault_from_wire,
@@ -84,10 +84,11 @@ impl Lane {
         let mut backoff = Backoff::new();
         let mut broken: Option<Instant> = None;
         let mut resend = Vec::new();
+        let mut least = rank.joined_at();
         loop {
             let mut answered = false;
             self.relink().await;
-            let fault = match self.stream(&resend, &mut answered).await {
+            let fault = match self.stream(&resend, least, &mut answered).await {
                 End::Closed => return,
                 End::Broken(_) | End::Failed(_) if cluster.has_left(server) => return,
                 End::Failed(error) => return cluster.waits.fail(error),
@@ -119,7 +120,7 @@ impl Lane {
             // `recover` has a deadline of its own: the server may have had all of its state to read.
             broken = Some(since + begun.elapsed());
             match recovered {
-                Ok(()) => {}
+                Ok(version) => least = version,
                 // No step was made yet, so no state is lost. Rank 0 opens the job again and uploads the weights.
                 Err(Error::StateLost(_)) if !rank.has_trained() => {}
                 // `recover` called the server for as long as a push may wait, so the error is a push's, with its
@@ -145,8 +146,8 @@ impl Lane {
     }
 
     /// Runs one stream to its end. Sending and receiving start together, since a server need not answer before the
-    /// first message.
-    async fn stream(&mut self, resend: &[ChunkKey], answered: &mut bool) -> End {
+    /// first message. The server has had version `least`.
+    async fn stream(&mut self, resend: &[ChunkKey], least: Version, answered: &mut bool) -> End {
         let (ready, requests) = mpsc::channel(READY_REQUESTS);
         let (gradients, id) = (self.gradients.clone(), self.id);
         let queue = &mut self.queue;
@@ -161,7 +162,7 @@ impl Lane {
             }
             End::Closed
         };
-        let receive = receive(&gradients, id, requests, answered);
+        let receive = receive(&gradients, (id, least), requests, answered);
         tokio::select! {
             end = send => end,
             end = receive => end,
@@ -240,7 +241,7 @@ async fn place(gradients: &Gradients, server: ServerId, chunk: &Chunk) -> Option
 
 async fn receive(
     gradients: &Gradients,
-    LaneId { server, connection }: LaneId,
+    (LaneId { server, connection }, least): (LaneId, Version),
     requests: mpsc::Receiver<Result<Piece, Status>>,
     answered: &mut bool,
 ) -> End {
@@ -250,6 +251,9 @@ async fn receive(
         Ok(answers) => answers,
         Err(status) => return ended(cluster, server, &status),
     };
+    if let Err(fault) = check_not_behind(cluster, server, least).await {
+        return End::Broken(fault);
+    }
     let mut results = VecDeque::new();
     loop {
         let Some(result) = results.pop_front() else {
@@ -276,6 +280,19 @@ async fn receive(
             Err(end) => return end,
         }
     }
+}
+
+/// Checks that a server has not lost versions since it was joined. The server may have died before this stream began, which then
+/// never breaks.
+async fn check_not_behind(cluster: &Cluster, server: ServerId, least: Version) -> Result<(), Fault> {
+    let answer = cluster.describe(server, false, cluster.options.deadline).await;
+    let version = answer.ok().and_then(|answer| answer.progress).map_or(0, |progress| progress.version);
+    if version >= least.0 {
+        return Ok(());
+    }
+    let limit = format!("at least {}, as when it was joined", least.0);
+    let remedy = "the server is joined again, and what it lacks is sent again";
+    Err(Fault::new(FaultKind::Unavailable, "version", version, limit, remedy))
 }
 
 /// Receives the next results.

@@ -1,13 +1,16 @@
 //! Joins a server as this rank, and makes the link that the server then offers.
 
-use longshore_proto::{Fault, Incarnation, ServerId, Version};
+use longshore_proto::{Fault, FaultKind, Incarnation, ServerId, Version};
 use longshore_wire::{
     memfd::STALE,
     v1::{JobProgress, JoinRequest, JoinResponse},
 };
 
 use super::{RankState, recover::check_reach};
-use crate::{cluster::Cluster, error::Result};
+use crate::{
+    cluster::Cluster,
+    error::{Outdated, Result},
+};
 
 /// Attempts for a required link before the first push. A server may die once or twice, but a host without any
 /// possible link should be reported soon.
@@ -19,21 +22,21 @@ pub(crate) async fn fence(
     server: ServerId,
     incarnation: Incarnation,
 ) -> Result<JobProgress> {
-    Ok(join(cluster, server, incarnation, true).await?.progress.unwrap_or_default())
+    let request = JoinRequest { fence_only: true, ..request(cluster, incarnation) };
+    Ok(join(cluster, server, request).await?.progress.unwrap_or_default())
 }
 
-async fn join(
-    cluster: &Cluster,
-    server: ServerId,
-    incarnation: Incarnation,
-    fence_only: bool,
-) -> Result<JoinResponse> {
-    let request = JoinRequest {
+fn request(cluster: &Cluster, incarnation: Incarnation) -> JoinRequest {
+    JoinRequest {
         job: cluster.job().to_string(),
         rank: cluster.options.rank.0,
         incarnation: incarnation.0,
-        fence_only,
-    };
+        fence_only: false,
+        world_size: cluster.options.world_size,
+    }
+}
+
+async fn join(cluster: &Cluster, server: ServerId, request: JoinRequest) -> Result<JoinResponse> {
     let answer = cluster.call(server, "Join", None, cluster.options.deadline, |peer| {
         let request = request.clone();
         async move { peer.training().join(request).await }
@@ -42,6 +45,33 @@ async fn join(
 }
 
 impl RankState {
+    /// Same as `join_on`, where rank 0 leaves the number of ranks as it is. `Outdated` if a step was decided since this
+    /// incarnation joined.
+    pub(crate) async fn join_first(
+        &self,
+        cluster: &Cluster,
+        server: ServerId,
+        incarnation: Incarnation,
+    ) -> Result<JobProgress> {
+        let mut request = request(cluster, incarnation);
+        if request.rank == 0 {
+            request.world_size = 0;
+        }
+        let answer = join(cluster, server, request).await?;
+        self.links.offered(server, answer.memfd);
+        let (progress, joined_at) = (answer.progress.unwrap_or_default(), answer.joined_at);
+        match joined_at.filter(|&at| at < progress.version) {
+            None => Ok(progress),
+            Some(at) => {
+                let limit = format!("{at}, at which this incarnation joined");
+                let remedy = "the rank joins with another incarnation";
+                let fault = Fault::new(FaultKind::Conflict, "version", progress.version, limit, remedy);
+                Err(Outdated { server: cluster.address(server).into(), job: cluster.job().clone(), fault }
+                    .into())
+            }
+        }
+    }
+
     /// Binds the rank to this process on one server. The answer includes the server's offer of a link.
     pub(crate) async fn join_on(
         &self,
@@ -49,7 +79,7 @@ impl RankState {
         server: ServerId,
         incarnation: Incarnation,
     ) -> Result<JobProgress> {
-        let answer = join(cluster, server, incarnation, false).await?;
+        let answer = join(cluster, server, request(cluster, incarnation)).await?;
         self.links.offered(server, answer.memfd);
         Ok(answer.progress.unwrap_or_default())
     }

@@ -21,8 +21,12 @@ use crate::{
 /// The period of the question whether a paused server goes on.
 const PAUSE_POLL: Duration = Duration::from_millis(200);
 
-/// Joins a server that may have restarted, and starts to send the decisions that it lacks.
-pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &Arc<RankState>, server: ServerId) -> Result<()> {
+/// Joins a server that may have restarted, and starts to send the decisions that it lacks. Returns its version.
+pub(crate) async fn recover(
+    cluster: &Arc<Cluster>,
+    rank: &Arc<RankState>,
+    server: ServerId,
+) -> Result<Version> {
     let answer = cluster.describe(server, false, cluster.options.deadline).await?;
     let progress = answer.progress.unwrap_or_default();
     if progress.phase() == Phase::Loading && rank.has_trained() {
@@ -36,14 +40,16 @@ pub(crate) async fn recover(cluster: &Arc<Cluster>, rank: &Arc<RankState>, serve
         .into());
     }
     check_reach(cluster, rank, server, Version(progress.version))?;
-    // A server that remembers the rank is joined too, since its new process offers another link.
-    rank.rejoin(cluster, server).await?;
+    // A server that remembers the rank is joined too, since its new process offers another link. The process may have
+    // changed since it was asked.
+    let version = Version(rank.rejoin(cluster, server).await?.version);
+    check_reach(cluster, rank, server, version)?;
     tracing::debug!(server = cluster.address(server), "joined again");
-    let missed = rank.commits.after(Step(progress.version));
+    let missed = rank.commits.after(Step(version.0));
     if !missed.is_empty() {
         cluster.runtime.spawn_for_session(resend_commits(cluster.clone(), server, missed));
     }
-    Ok(())
+    Ok(version)
 }
 
 /// Checks that this process has the gradients of all steps that a server at `version` lacks. Its gradients begin

@@ -80,6 +80,10 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
         cluster.set_placement(placement);
     }
     rank.set_joined_at(Version(first_of(&progress).version));
+    if progress.values().any(|progress| progress.world_size != cluster.options.world_size) {
+        // All servers have one version by now: none needs a gradient of the ranks before.
+        progress = cluster.on_all(|server| rank.join_on(cluster, server, incarnation)).await?;
+    }
     for server in cluster.servers() {
         rank.first_link(cluster, server).await?;
     }
@@ -99,7 +103,7 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
     })
 }
 
-/// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
+/// Joins all servers, rank 0 without a change of the number of ranks, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
 /// On rank 0, different versions mean that a server has died since the takeover, with a version that it had not
 /// kept. Rank 0 then takes over once more.
 ///
@@ -204,7 +208,7 @@ async fn join_everywhere(
     rank: &RankState,
     incarnation: Incarnation,
 ) -> Result<ByServer<JobProgress>> {
-    cluster.on_all(|server| rank.join_on(cluster, server, incarnation)).await
+    cluster.on_all(|server| rank.join_first(cluster, server, incarnation)).await
 }
 
 pub(super) async fn leave(cluster: &Cluster, rank: &RankState) -> Result<()> {

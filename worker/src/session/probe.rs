@@ -55,7 +55,8 @@ impl Probe {
         let Session { cluster, rank, .. } = &self.session;
         self.incarnation = cluster.runtime.block_on(take(cluster))?;
         let (job, incarnation) = (cluster.job().to_string(), self.incarnation.0);
-        let request = JoinRequest { job, rank: cluster.options.rank.0, incarnation, fence_only: false };
+        let request =
+            JoinRequest { job, rank: cluster.options.rank.0, incarnation, ..JoinRequest::default() };
         let peer = cluster.peer(SERVER);
         let joined = cluster.runtime.block_on(async { Ok(peer.training().join(request).await) })?;
         joined.map_err(|status| {

@@ -44,7 +44,7 @@ pub struct JobSpec {
     /// weights on the wire
     #[prost(enumeration = "Dtype", tag = "6")]
     pub image_dtype: i32,
-    /// ranks, 1 to 4096
+    /// the most ranks, 1 to 4096; JoinRequest.world_size says how many there are
     #[prost(uint32, tag = "7")]
     pub world_size: u32,
     /// gradient accumulation steps, 1 to 65536
@@ -1412,6 +1412,9 @@ pub struct OpenJobResponse {
     /// the shards that this server has room for, where request.list_room asks for them
     #[prost(uint32, repeated, tag = "3")]
     pub room: ::prost::alloc::vec::Vec<u32>,
+    /// the most ranks that the job takes, as its spec says
+    #[prost(uint32, tag = "4")]
+    pub world_size: u32,
 }
 /// Where a job stands on this server.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1437,6 +1440,9 @@ pub struct JobProgress {
     /// at version 0, where there is no commit: as Upload said
     #[prost(message, repeated, tag = "8")]
     pub left_out: ::prost::alloc::vec::Vec<LeftOut>,
+    /// ranks that take part, as rank 0 said when it joined
+    #[prost(uint32, tag = "9")]
+    pub world_size: u32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RestoreProgress {
@@ -1463,6 +1469,10 @@ pub struct JoinRequest {
     /// already; the new process may commit, and may not push before it has joined without this.
     #[prost(bool, tag = "4")]
     pub fence_only: bool,
+    /// The number of ranks that take part, this one among them; at most the spec's. Rank 0's counts: steps not decided yet then
+    /// begin anew, and the other ranks join again. Their Join waits until rank 0 has said the same. 0 leaves the number as it is.
+    #[prost(uint32, tag = "5")]
+    pub world_size: u32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct JoinResponse {
@@ -1471,6 +1481,10 @@ pub struct JoinResponse {
     /// absent: the server shares no memory
     #[prost(message, optional, tag = "2")]
     pub memfd: ::core::option::Option<MemfdOffer>,
+    /// The version at which this incarnation joined. Below progress.version if an earlier answer to it was lost: a step was decided
+    /// since, for which the process has no gradient, and it joins with a higher incarnation.
+    #[prost(uint64, optional, tag = "3")]
+    pub joined_at: ::core::option::Option<u64>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StatsRequest {

@@ -9,7 +9,6 @@ use longshore_proto::{
 use super::Job;
 use crate::{
     kernels::Statistics,
-    record::Joined,
     step::{Machine, Refusal, Work},
 };
 
@@ -18,17 +17,26 @@ const LEFT_OUT: &str = "commit.left_out";
 impl Job {
     /// Binds a rank to a process. Returns false while a chunk of the rank's earlier process is being received or
     /// summed: call again after a change. Answer the rank only after `keep_joined` has returned.
-    pub fn join(&self, rank: Rank, incarnation: Incarnation) -> Result<bool, Fault> {
+    ///
+    /// `world_size` is the number of ranks that take part, as this one was started. Rank 0's counts from now on, and
+    /// undecided steps begin anew if it is another one. Other ranks wait for rank 0. None leaves it as it is.
+    pub fn join(&self, rank: Rank, incarnation: Incarnation, world_size: Option<u32>) -> Result<bool, Fault> {
         self.protocol.check_alive()?;
         let mut machine = self.protocol.machine();
-        let before = machine.has_joined(rank, incarnation);
-        let joined = machine.join(rank, incarnation)?;
-        if joined && !before {
+        let before = (machine.has_joined(rank, incarnation), machine.world_size());
+        let joined = machine.join(rank, incarnation, world_size)?;
+        let is_resized = machine.world_size() != before.1;
+        let is_bound = machine.has_joined(rank, incarnation) && !before.0;
+        if is_bound || is_resized {
             // The machine stays locked, so that the new process cannot yet overwrite contributions that the
             // tier must first forget.
-            let joined = Joined { incarnation, at: machine.version(), fence_only: false };
-            self.protocol.tell_joined(rank, joined, self.share.spec.world_size == 1);
-            self.gradients.give_back_unneeded(&machine, rank);
+            let over = is_resized || machine.world_size() == 1;
+            let all = (0..self.share.spec.world_size).map(Rank);
+            for rank in all.filter(|&of| of == rank || is_resized) {
+                let joined = machine.joined(rank);
+                joined.into_iter().for_each(|joined| self.protocol.tell_joined(rank, joined, over));
+                self.gradients.give_back_unneeded(&machine, rank);
+            }
         }
         drop(machine);
         self.protocol.notify();

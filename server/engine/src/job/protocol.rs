@@ -226,10 +226,22 @@ impl Protocol {
     }
 
     fn fence_in(&self, machine: &mut Machine, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
-        if machine.fence(rank, incarnation)? {
-            self.tell_joined(rank, Joined { incarnation, at: machine.version(), fence_only: true }, false);
+        if machine.fence(rank, incarnation)?
+            && let Some(joined) = machine.joined(rank)
+        {
+            self.tell_joined(rank, joined, false);
         }
         Ok(())
+    }
+
+    /// The version at which a rank's newest process joined, or fenced earlier ones.
+    pub fn joined_at(&self, rank: Rank) -> Option<Version> {
+        Some(self.machine().joined(rank)?.at)
+    }
+
+    /// Returns true if a rank's newest process must join again before it pushes: its gradients so far may be gone.
+    pub fn must_rejoin(&self, rank: Rank, incarnation: Incarnation) -> bool {
+        self.machine().must_rejoin(rank, incarnation)
     }
 
     /// Returns once no crash of this server can make it forget who has joined. Waits for a drive where the

@@ -73,7 +73,7 @@ impl Job {
         let _stage =
             debug_span!(target: "stage", "sum", shard, shards = sums.len(), step = first.step.0).entered();
         let statistics = self.gradients.form(sums, || self.protocol.notify_owed())?;
-        for (&Sum { owned, slot, step, micro_step }, statistics) in sums.iter().zip(statistics) {
+        for (&Sum { owned, slot, step, micro_step, .. }, statistics) in sums.iter().zip(statistics) {
             let mut nonfinite = None;
             if self.gradients.is_last(micro_step) {
                 nonfinite = first_nonfinite(&statistics);

@@ -102,13 +102,15 @@ impl Machine {
         let contribution = chunk.contribution;
         let rank = &mut self.ranks[contribution.rank.index()];
         rank.last_step = rank.last_step.max(contribution.step);
-        let held = &mut self.shards[owned.index()].slots[slot.index()];
+        let shard = &mut self.shards[owned.index()];
+        let contributions = shard.contributors.len();
+        let held = &mut shard.slots[slot.index()];
         if contribution.micro_step.0 + 1 == self.spec.micro_steps {
             held.sent(&chunk, contributor);
         }
         let last = held.stored(&chunk, contributor);
         let (step, micro_step) = (contribution.step, contribution.micro_step);
-        last.then_some(Work::Sum(Sum { owned, slot, step, micro_step }))
+        last.then_some(Work::Sum(Sum { owned, contributions, slot, step, micro_step }))
     }
 
     /// The ticket's bytes did not arrive.

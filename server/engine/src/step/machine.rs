@@ -91,6 +91,8 @@ pub enum Work {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sum {
     pub owned: OwnedShard,
+    /// Number of contributions to add.
+    pub contributions: usize,
     pub slot: GradientSlot,
     pub step: Step,
     pub micro_step: MicroStep,
@@ -148,7 +150,10 @@ pub struct Machine {
     /// Parameters without state in the checkpoint that filled the job, until the first commit lists them.
     pub(super) left_out: Vec<LeftOut>,
     pub(super) commits: VecDeque<Decided>,
+    /// By rank, for as many as may take part.
     pub(super) ranks: Vec<RankState>,
+    /// Number of ranks that take part in undecided steps, as rank 0 said when it joined.
+    pub(super) world_size: u32,
     pub(super) shards: Vec<ShardProgress>,
     /// Index among the shards that this server has a place for, by shard.
     pub(super) owned: Vec<Option<OwnedShard>>,
@@ -197,6 +202,7 @@ impl Machine {
         }
         let ranks = vec![RankState::default(); spec.world_size as usize];
         Machine {
+            world_size: spec.world_size,
             spec,
             layout,
             phase: Phase::Loading,
@@ -295,10 +301,12 @@ impl Machine {
     /// processes stay replaced.
     pub fn had_joined(&mut self, ranks: &[Option<Joined>]) {
         for (rank, joined) in self.ranks.iter_mut().zip(ranks) {
-            if let Some(Joined { incarnation, at, fence_only }) = *joined {
+            if let Some(Joined { incarnation, at, fence_only, .. }) = *joined {
                 (rank.incarnation, rank.joined_at, rank.fence_only) = (Some(incarnation), at, fence_only);
             }
         }
+        let fewer = ranks.first().copied().flatten().map(|zero| zero.world_size).filter(|&fewer| fewer != 0);
+        self.set_contributors(fewer.unwrap_or(self.spec.world_size));
     }
 
     pub fn check_loading(&self) -> Result<(), Refusal> {

@@ -7,7 +7,10 @@ use super::{
     refusal::Refusal,
     shard::ShardProgress,
 };
-use crate::ids::{Contributor, GradientSlot, OwnedShard};
+use crate::{
+    ids::{Contributor, GradientSlot, OwnedShard},
+    record::Joined,
+};
 
 impl Machine {
     /// Revokes the right of a rank's earlier processes to push. Their contributions stay, since a decision
@@ -24,20 +27,90 @@ impl Machine {
     }
 
     /// Binds a rank to a higher incarnation, or to the incarnation that fenced it. Returns false while
-    /// the earlier process's last chunk is being written.
-    pub fn join(&mut self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
-        if self.check_taking(rank, incarnation)? && !self.ranks[rank.index()].fence_only {
-            return Ok(true);
+    /// the earlier process's last chunk is being written, and for a rank of another world size than rank 0's.
+    ///
+    /// `world_size` is the number of ranks that take part, as the process was started; None leaves it as it is.
+    pub fn join(
+        &mut self,
+        rank: Rank,
+        incarnation: Incarnation,
+        world_size: Option<u32>,
+    ) -> Result<bool, Refusal> {
+        let world_size = world_size.unwrap_or(self.world_size);
+        self.check_world_size(rank, world_size)?;
+        let is_bound = self.check_taking(rank, incarnation)? && !self.ranks[rank.index()].fence_only;
+        if rank != Rank(0) && world_size != self.world_size {
+            return Ok(false);
         }
+        if !is_bound && !self.bind(rank, incarnation) {
+            return Ok(false);
+        }
+        Ok(world_size == self.world_size || self.resize(world_size))
+    }
+
+    /// Begins the undecided steps anew, with another number of ranks: each contribution so far is of the ranks before.
+    /// Rank 0 has brought all servers to one version. Returns false while a chunk is being written.
+    fn resize(&mut self, world_size: u32) -> bool {
+        if self.shards.iter().any(ShardProgress::is_in_use) {
+            return false;
+        }
+        let version = self.version.0;
+        for slot in self.shards.iter_mut().flat_map(|shard| &mut shard.slots) {
+            if slot.step.is_none_or(|step| step.0 > version) {
+                slot.start_over();
+            }
+        }
+        self.unsettle();
+        self.reads.clear();
+        self.set_contributors(world_size);
+        for rank in self.ranks.iter_mut().skip(1) {
+            rank.fence_only = true;
+        }
+        true
+    }
+
+    pub(super) fn set_contributors(&mut self, world_size: u32) {
+        if !self.spec.takes_fewer_ranks() {
+            return;
+        }
+        self.world_size = world_size;
+        for shard in self.shards.iter_mut().filter(|shard| !shard.is_frozen()) {
+            shard.set_contributors((0..world_size).map(Rank).collect());
+        }
+    }
+
+    pub fn world_size(&self) -> u32 {
+        self.world_size
+    }
+
+    /// The newest process of a rank, as a tier keeps it.
+    pub fn joined(&self, rank: Rank) -> Option<Joined> {
+        let RankState { incarnation, fence_only, joined_at, .. } = *self.ranks.get(rank.index())?;
+        let is_all = rank != Rank(0) || self.world_size == self.spec.world_size;
+        let world_size = if is_all { 0 } else { self.world_size };
+        Some(Joined { incarnation: incarnation?, at: joined_at, fence_only, world_size })
+    }
+
+    fn check_world_size(&self, rank: Rank, world_size: u32) -> Result<(), Refusal> {
+        let most = self.spec.world_size;
+        let fits = (1..=most).contains(&world_size) && rank.0 < world_size;
+        match fits && (world_size == most || self.spec.takes_fewer_ranks()) {
+            true => Ok(()),
+            false => Err(Refusal::WorldSize { rank, world_size, most }),
+        }
+    }
+
+    /// Gives a rank to a process. Returns false while the earlier process's last chunk is being written.
+    fn bind(&mut self, rank: Rank, incarnation: Incarnation) -> bool {
         let undecided = self.version.0 + 1..=self.version.0 + self.spec.gradient_slots() as u64;
         let in_use = |shard: &ShardProgress| {
             let contributor = shard.contributor(rank);
             contributor.is_some_and(|contributor| shard.slots.iter().any(|slot| slot.in_use(contributor)))
         };
         if self.shards.iter().any(in_use) {
-            return Ok(false);
+            return false;
         }
-        let is_lone = self.spec.world_size == 1;
+        let is_lone = self.world_size == 1;
         for shard in &mut self.shards {
             let Some(contributor) = shard.contributor(rank) else { continue };
             // The slot of a decided step belongs to that step's update.
@@ -52,7 +125,7 @@ impl Machine {
         self.forget_reads_of(rank);
         self.ranks[rank.index()] =
             RankState { incarnation: Some(incarnation), joined_at, ..RankState::default() };
-        Ok(true)
+        true
     }
 
     /// Checks that a process may take a rank. Returns true if it has taken it already.
@@ -70,6 +143,12 @@ impl Machine {
     pub fn has_joined(&self, rank: Rank, incarnation: Incarnation) -> bool {
         let state = self.ranks.get(rank.index());
         state.is_some_and(|state| state.incarnation == Some(incarnation) && !state.fence_only && !state.left)
+    }
+
+    /// Returns true if a rank's newest process must join again before it pushes: its gradients so far may be gone.
+    pub fn must_rejoin(&self, rank: Rank, incarnation: Incarnation) -> bool {
+        let state = self.ranks.get(rank.index());
+        state.is_some_and(|state| state.incarnation == Some(incarnation) && state.fence_only && !state.left)
     }
 
     /// Returns true if a sum or an update still needs a contributor's buffer of a slot.
@@ -101,7 +180,7 @@ impl Machine {
 
     /// Returns true once every rank's process has left: no step follows.
     pub fn has_been_left(&self) -> bool {
-        self.ranks.iter().all(|state| state.left)
+        self.ranks.iter().take(self.world_size as usize).all(|state| state.left)
     }
 
     /// Checks that the caller is the rank's current process.

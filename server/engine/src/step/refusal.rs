@@ -13,6 +13,7 @@ pub enum Refusal {
     Paused { reason: String },
     NotLoading { version: Version },
     UnknownRank { rank: Rank, world_size: u32 },
+    WorldSize { rank: Rank, world_size: u32, most: u32 },
     NotJoined { rank: Rank },
     Fenced { rank: Rank, incarnation: Incarnation, current: Incarnation },
     Left { rank: Rank, incarnation: Incarnation },
@@ -86,6 +87,15 @@ impl From<Refusal> for Fault {
                 rank.0,
                 format!("below the world size, {world_size}"),
                 "start as many workers as the job was opened for",
+            ),
+            Refusal::WorldSize { rank, world_size, most } => Fault::new(
+                Invalid,
+                "world_size",
+                format!("{world_size}, of {rank}"),
+                format!(
+                    "above the rank, and at most {most}, the job's; equal to that in a job with partitions"
+                ),
+                "start fewer ranks; for more, checkpoint the job and restore it in one that is opened with max_ranks",
             ),
             Refusal::NotJoined { rank } => {
                 Fault::new(Precondition, "rank", rank.0, "joined", "call Training.Join first")

@@ -273,7 +273,8 @@ impl StepSlot {
 
     /// Returns true if a sum or an update still needs a contributor's buffer.
     pub(super) fn holds(&self, contributor: Contributor) -> bool {
-        self.complete || self.in_use(contributor) || self.ranks[contributor.index()].stored.contains(&true)
+        let has_stored = |rank: &RankSlot| rank.stored.contains(&true) || rank.writing.contains(&true);
+        self.complete || self.summing || self.ranks.get(contributor.index()).is_some_and(has_stored)
     }
 
     /// Returns true while a chunk of this contributor is being written or its buffer is being read.
@@ -323,6 +324,14 @@ impl ShardProgress {
             lent: None,
             slots,
         }
+    }
+
+    /// Takes other contributors. No slot of an undecided step has contributions.
+    pub(super) fn set_contributors(&mut self, contributors: Vec<Rank>) {
+        for slot in &mut self.slots {
+            slot.ranks.resize_with(contributors.len(), || RankSlot::new(self.chunks));
+        }
+        self.contributors = contributors;
     }
 
     /// Returns true if the step's update is the next one here, and the state that it changes is here.

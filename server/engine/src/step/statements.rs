@@ -131,7 +131,7 @@ impl Machine {
             (None, Known::OneOf { scales, .. }) => scales,
             (None, Known::Anything) => return Ok(()),
         };
-        let contributions = self.spec.contributions();
+        let contributions = u64::from(self.world_size) * u64::from(self.spec.micro_steps);
         let fits = |scale: &f64| {
             let expected = scale * contributions as f64;
             (commit.gradient_scale - expected).abs() <= expected * ROUNDING

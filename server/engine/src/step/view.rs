@@ -24,6 +24,8 @@ pub struct Progress {
     pub missing: Vec<ShardId>,
     /// The checkpoint that the job is filled from, while it is loading.
     pub restoring: Option<Restoring>,
+    /// The number of ranks that take part.
+    pub world_size: u32,
 }
 
 /// A restore that has begun and not started the job.
@@ -139,6 +141,7 @@ impl Machine {
             left_out: self.filled_without().to_vec(),
             missing: Vec::new(),
             restoring: None,
+            world_size: self.world_size,
         }
     }
 
@@ -157,7 +160,7 @@ impl Machine {
     }
 
     pub fn ranks(&self) -> Vec<RankProgress> {
-        let ranks = self.ranks.iter().enumerate();
+        let ranks = self.ranks.iter().take(self.world_size as usize).enumerate();
         ranks
             .map(|(index, rank)| RankProgress {
                 rank: Rank(index as u32),

@@ -140,7 +140,7 @@ impl Cluster {
         let incarnation = &mut self.incarnations[rank as usize];
         incarnation.0 += 1;
         for job in &self.jobs {
-            assert_eq!(job.join(Rank(rank), *incarnation), Ok(true));
+            assert_eq!(job.join(Rank(rank), *incarnation, None), Ok(true));
             job.protocol.keep_joined().unwrap();
         }
     }
@@ -361,7 +361,7 @@ impl Cluster {
         target.owners.fill(server);
         let job = self.open_one(target, server, storage);
         for (rank, incarnation) in self.incarnations.iter().enumerate() {
-            assert_eq!(job.join(Rank(rank as u32), *incarnation), Ok(true));
+            assert_eq!(job.join(Rank(rank as u32), *incarnation, None), Ok(true));
         }
         let record = self.jobs[self.living().next().unwrap()].progress();
         let record = Record::new(record.version, record.applied, record.last_commit);

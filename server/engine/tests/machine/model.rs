@@ -65,6 +65,8 @@ pub(crate) struct Model {
     pub(crate) commits: Vec<Commit>,
     /// The loss scales of steps that read versions 1, 2, ...
     scales: Vec<f64>,
+    /// Number of ranks that take part.
+    pub(crate) world_size: u32,
     /// (incarnation, left)
     pub(crate) ranks: Vec<Option<(u64, bool)>>,
     /// Ranks whose newest process has fenced its predecessor and not joined yet.
@@ -89,6 +91,7 @@ impl Model {
             applied: 0,
             commits: Vec::new(),
             scales: Vec::new(),
+            world_size: spec.world_size,
             ranks: vec![None; spec.world_size as usize],
             fence_only: vec![false; spec.world_size as usize],
             shard_versions: vec![0; owned.len()],
@@ -104,7 +107,7 @@ impl Model {
     /// Returns the contributions to a micro-step of a shard.
     fn keys(&self, owned: usize, micro_step: u32) -> Vec<Key> {
         let chunks = self.chunks[owned].len() as u32;
-        let ranks = 0..self.spec.world_size;
+        let ranks = 0..self.world_size;
         ranks.flat_map(|rank| (0..chunks).map(move |chunk| (micro_step, rank, chunk))).collect()
     }
 
@@ -144,7 +147,7 @@ impl Model {
         incarnation: Incarnation,
         chunk: ChunkId,
     ) -> ContributionChunk {
-        let salt = if self.spec.world_size == 1 { incarnation.0 as u32 } else { 0 };
+        let salt = if self.world_size == 1 { incarnation.0 as u32 } else { 0 };
         let Contribution { step, micro_step, rank, shard } = contribution;
         let mixed = [step.0 as u32, micro_step.0, rank.0, shard.0, chunk.0, salt];
         let crc32 = mixed.iter().fold(17u32, |hash, &x| hash.wrapping_mul(31).wrapping_add(x)) << 1;
@@ -187,7 +190,7 @@ impl Model {
 
     /// Returns the chunks of a step that no buffer holds, from ranks that have joined.
     pub(crate) fn wanted(&self, step: u64) -> Vec<ContributionChunk> {
-        if self.ranks.iter().any(Option::is_none) {
+        if self.ranks.iter().take(self.world_size as usize).any(Option::is_none) {
             return Vec::new();
         }
         let absent = |chunk: &ContributionChunk| {
@@ -382,7 +385,7 @@ impl Model {
         if !(0..self.owned.len()).all(|owned| self.complete(owned, step)) {
             return refused("CommitIncomplete");
         }
-        let contributions = f64::from(self.spec.world_size * self.spec.micro_steps);
+        let contributions = f64::from(self.world_size * self.spec.micro_steps);
         let allowed = self.settled(step).map_or_else(|| self.known(step).0, |scale| Some(vec![scale]));
         let fits = |scale: &f64| scale * contributions == commit.gradient_scale;
         if allowed.is_some_and(|allowed| !allowed.iter().any(fits)) {
@@ -415,17 +418,41 @@ impl Model {
         firsts.filter(|&(owned, step)| self.shard_versions[owned] + 1 == step).collect()
     }
 
-    pub(crate) fn join(&mut self, rank: u32, incarnation: u64) -> Answer {
-        match self.take(rank, incarnation) {
-            Err(answer) => return answer,
-            Ok(true) if !self.fence_only[rank as usize] => return Answer::Duplicate,
-            Ok(_) => {}
+    pub(crate) fn join(&mut self, rank: u32, incarnation: u64, world_size: Option<u32>) -> Answer {
+        let world_size = world_size.unwrap_or(self.world_size);
+        if rank >= world_size || world_size > self.spec.world_size {
+            return refused("WorldSize");
         }
+        let is_bound = match self.take(rank, incarnation) {
+            Err(answer) => return answer,
+            Ok(taken) => taken && !self.fence_only[rank as usize],
+        };
+        let is_other = world_size != self.world_size;
+        if rank != 0 && is_other {
+            return Answer::Busy;
+        }
+        if !is_bound && self.bind(rank, incarnation) == Answer::Busy {
+            return Answer::Busy;
+        }
+        let uses = |gradient: &Gradient| gradient.summing || !gradient.writing.is_empty();
+        if is_other && self.gradients.values().any(uses) {
+            return Answer::Busy;
+        }
+        if is_other {
+            let version = self.version;
+            self.gradients.retain(|(_, step), _| *step <= version);
+            self.fence_only[1..].fill(true);
+            self.world_size = world_size;
+        }
+        Answer::Duplicate
+    }
+
+    fn bind(&mut self, rank: u32, incarnation: u64) -> Answer {
         let uses = |gradient: &Gradient| gradient.summing || gradient.writing.iter().any(|key| key.1 == rank);
         if self.gradients.values().any(uses) {
             return Answer::Busy;
         }
-        let (version, lone) = (self.version, self.spec.world_size == 1);
+        let (version, lone) = (self.version, self.world_size == 1);
         for (_, gradient) in self.gradients.iter_mut().filter(|((_, step), _)| *step > version) {
             if lone {
                 *gradient = Gradient::default();

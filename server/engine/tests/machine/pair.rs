@@ -96,7 +96,9 @@ impl Pair {
         assert_eq!(progress.applied, self.model.applied);
         assert_eq!(progress.last_commit, self.model.last_commit());
         let found: Vec<_> = ranks.iter().map(|rank| rank.incarnation.map(|now| (now.0, rank.left))).collect();
-        assert_eq!(found, self.model.ranks);
+        assert_eq!(progress.world_size, self.model.world_size);
+        assert_eq!(found, self.model.ranks[..found.len()]);
+        assert_eq!(found.len(), self.model.world_size as usize);
         let expected: Vec<_> =
             (0..OWNED.len()).map(|owned| self.model.shard(owned)).map(|(v, c)| (Version(v), c)).collect();
         assert_eq!(shards, expected);
@@ -234,7 +236,8 @@ impl Pair {
         let last = self.model.stored(ticket.owned.index(), &ticket.chunk);
         let work = self.machine.stored(ticket);
         let Contribution { step, micro_step, .. } = ticket.chunk.contribution;
-        let sum = Work::Sum(Sum { owned: ticket.owned, slot: ticket.slot, step, micro_step });
+        let contributions = self.model.world_size as usize;
+        let sum = Work::Sum(Sum { owned: ticket.owned, contributions, slot: ticket.slot, step, micro_step });
         assert_eq!(work, last.then_some(sum));
         self.works.extend(work);
     }
@@ -292,7 +295,7 @@ impl Pair {
 
     /// Returns a valid decision, with any next loss scale.
     fn decision(&mut self, step: u64) -> longshore_proto::Commit {
-        let mut decision = commit(&self.spec, step);
+        let mut decision = commit(&self.spec.of_ranks(self.model.world_size), step);
         decision.skip = self.model.is_nonfinite(step) || self.noise.one_in(6);
         decision.gradient_scale *= self.model.scale_for(step);
         decision.loss_scale = self.noise.pick(&[8.0, 8.0, 4.0]);
@@ -334,7 +337,9 @@ impl Pair {
         if self.noise.one_in(3) {
             return self.fence_as(rank, incarnation);
         }
-        self.join_as(rank, incarnation);
+        let world_size =
+            self.noise.one_in(20).then(|| self.noise.below(self.spec.world_size as usize + 2) as u32);
+        self.join_of(rank, incarnation, world_size);
     }
 
     fn fence_as(&mut self, rank: u32, incarnation: u64) {
@@ -347,10 +352,14 @@ impl Pair {
     }
 
     fn join_as(&mut self, rank: u32, incarnation: u64) {
-        let expected = self.model.join(rank, incarnation);
+        self.join_of(rank, incarnation, None);
+    }
+
+    fn join_of(&mut self, rank: u32, incarnation: u64, world_size: Option<u32>) {
+        let expected = self.model.join(rank, incarnation, world_size);
         self.check(
             &expected,
-            |machine| machine.join(Rank(rank), Incarnation(incarnation)),
+            |machine| machine.join(Rank(rank), Incarnation(incarnation), world_size),
             |joined| if *joined { Answer::Duplicate } else { Answer::Busy },
         );
     }

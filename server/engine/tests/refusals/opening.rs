@@ -137,7 +137,6 @@ const OTHER_SPECS: &[(Change, &str)] = &[
     (|s| s.rule = Rule::Lion, "spec.rule"),
     (|s| s.gradient_dtype = Dtype::F16, "spec.gradient_dtype"),
     (|s| s.image_dtype = Dtype::F16, "spec.image_dtype"),
-    (|s| s.world_size = 3, "spec.world_size"),
     (|s| s.micro_steps = 3, "spec.micro_steps"),
     (|s| s.max_delay = 1, "spec.max_delay"),
     (|s| s.shard_elements *= 2, "spec.shard_elements"),
@@ -150,6 +149,19 @@ const OTHER_SPECS: &[(Change, &str)] = &[
 #[test]
 fn a_second_open_must_be_of_the_same_job() {
     assert_eq!(small().same_as(&small()), Ok(()));
+    let of_ranks = |world_size| JobSpec { world_size, ..small() };
+    assert_eq!(small().same_as(&of_ranks(1)), Ok(()), "fewer ranks train");
+    let fault = small().same_as(&of_ranks(3)).unwrap_err();
+    check(&fault, (Conflict, "spec.world_size", &["at most 2", "start fewer ranks"]));
+    let apart = |world_size| JobSpec {
+        partitions: vec![
+            Partition { first: 0, ranks: vec![Rank(0)] },
+            Partition { first: 1, ranks: vec![Rank(world_size - 1)] },
+        ],
+        ..of_ranks(world_size)
+    };
+    let fault = apart(2).same_as(&apart(1)).unwrap_err();
+    check(&fault, (Conflict, "spec.world_size", &["2, as the job was opened"]));
     for (change, field) in OTHER_SPECS {
         let mut other = small();
         change(&mut other);

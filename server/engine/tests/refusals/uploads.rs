@@ -159,7 +159,7 @@ fn uploads_of_several_threads_load_once() {
 }
 
 fn upload_all(job: &longshore_engine::job::Job, bytes: &[u8]) {
-    assert_eq!(job.join(Rank(0), Incarnation(1)), Ok(true));
+    assert_eq!(job.join(Rank(0), Incarnation(1), None), Ok(true));
     for shard in 0..job.layout().shards() {
         let start = job.layout().shard_range(ShardId(shard)).start as usize * 4;
         let length = job.layout().shard_len(ShardId(shard)) as usize * 4;

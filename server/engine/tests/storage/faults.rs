@@ -35,7 +35,7 @@ fn broken(disks: &Disks, dirs: &Dirs, fail: impl Fn(&Disks)) -> Fault {
         let shard = ShardId(0);
         assert_eq!(job.statistics(shard, Step(4)).unwrap_err(), first);
         assert_eq!(job.commit(cluster.incarnations[0], step_of(&spec, 4).1).unwrap_err(), first);
-        assert_eq!(job.join(Rank(0), Incarnation(99)).unwrap_err(), first);
+        assert_eq!(job.join(Rank(0), Incarnation(99), None).unwrap_err(), first);
         assert_eq!(job.protocol.durable().0, 2);
     }
     first

@@ -20,7 +20,7 @@ fn joined(cluster: &Cluster) -> (u64, u64) {
 fn is_fenced(cluster: &Cluster, old: u64) {
     let job = &cluster.jobs[0];
     let next = job.progress().version.0 + 1;
-    let fault = job.join(Rank(0), Incarnation(old)).unwrap_err();
+    let fault = job.join(Rank(0), Incarnation(old), None).unwrap_err();
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Fenced, "incarnation"), "{fault}");
     let fault = job.commit(Incarnation(old), step_of(&cluster.spec, next).1).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Fenced, "{fault}");
@@ -41,7 +41,7 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         is_fenced(&cluster, 1);
         // Its successor takes part as before, and may repeat its join.
         run_steps(&mut cluster, 4..=4);
-        assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(2)), Ok(true));
+        assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(2), None), Ok(true));
         assert_eq!(check(&cluster, &references(&spec, 4)), 4);
         // A third process that has only fenced ends the second process's rights for good. The third still has
         // to join.
@@ -51,7 +51,7 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         let cluster = open(&spec, &dirs.storage).unwrap();
         assert_eq!(joined(&cluster), (3, 4), "{tier:?}");
         is_fenced(&cluster, 2);
-        assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(3)), Ok(true));
+        assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(3), None), Ok(true));
         cluster.jobs[0].protocol.keep_joined().unwrap();
         if tier == TierKind::Shm {
             continue;

@@ -8,7 +8,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use longshore_proto::{ContributionChunk, Fault, FaultKind, limits::STRANGER_RESULTS};
+use longshore_proto::{ContributionChunk, Fault, FaultKind, Incarnation, Rank, limits::STRANGER_RESULTS};
 use longshore_wire::{
     self as wire,
     direct::Connection,
@@ -48,6 +48,8 @@ pub(super) struct Receiving {
     pub(super) waiting: Option<(PushRequest, Waiting)>,
     /// A chunk that arrived while too many results waited, and the length of its payload.
     pub(super) held_back: Option<(PushRequest, usize)>,
+    /// The process that sends the stream's chunks.
+    sender: Option<(Rank, Incarnation)>,
     /// The previous chunk that got a slot.
     last: Option<ContributionChunk>,
     /// Results not acknowledged yet.
@@ -118,8 +120,20 @@ impl MessageSink<PushRequest> for Receiving {
 impl Receiving {
     pub(super) fn new(services: Services, caller: Caller, connection: Option<Connection>) -> Receiving {
         let (held, closing, chunk, waiting, results) = (Weak::new(), None, None, None, Vec::new());
-        let (held_back, last) = (None, None);
-        Receiving { services, caller, connection, held, closing, chunk, waiting, held_back, last, results }
+        let (held_back, sender, last) = (None, None, None);
+        Receiving {
+            services,
+            caller,
+            connection,
+            held,
+            closing,
+            chunk,
+            waiting,
+            held_back,
+            sender,
+            last,
+            results,
+        }
     }
 
     pub(super) fn fences(&self) -> watch::Receiver<u64> {
@@ -134,6 +148,15 @@ impl Receiving {
         if let Err(fault) = handle.job.protocol.check_rank(contribution.rank, incarnation) {
             *place = Err(fault);
         }
+    }
+
+    /// Returns true if the sender must join again. An idle worker must learn it, since gradients that it sent may be
+    /// needed again.
+    pub(super) fn must_rejoin(&self) -> bool {
+        let (Some((rank, incarnation)), Some(handle)) = (self.sender, self.held.upgrade()) else {
+            return false;
+        };
+        handle.job.protocol.must_rejoin(rank, incarnation)
     }
 
     /// Finds the chunk's slot. Returns false while the slot is busy.
@@ -152,9 +175,8 @@ impl Receiving {
         {
             handle.seats.take(connection);
             let (Ok((chunk, _)) | Err(Waiting { chunk, .. })) = placed;
-            let sender = |chunk: &ContributionChunk| (chunk.contribution.rank, chunk.incarnation);
-            if self.last.as_ref().map(sender) != Some(sender(chunk)) {
-                let (rank, incarnation) = sender(chunk);
+            let (rank, incarnation) = (chunk.contribution.rank, chunk.incarnation);
+            if self.sender.replace((rank, incarnation)) != Some((rank, incarnation)) {
                 let transport = self.services.transport;
                 handle.processes.called(rank, incarnation, transport, &connection.account);
             }

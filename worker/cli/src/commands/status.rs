@@ -87,7 +87,7 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
             "  {} parameters in {} tensors, {} ranks, {} micro-steps, {}",
             elements,
             first.map_or(0, |first| first.tensors),
-            spec.world_size,
+            first.and_then(|first| first.progress.as_ref()).map_or(0, |progress| progress.world_size),
             spec.micro_steps,
             first.and_then(formats).map_or_else(
                 || "formats of a newer version".to_string(),

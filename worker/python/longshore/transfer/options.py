@@ -46,6 +46,7 @@ class JobOptions(TypedDict, total=False):
     job: str | None
     rank: int | None
     world_size: int | None
+    max_ranks: int | None
     partition: Literal["reduce-scatter", "all-reduced"] | None
     reduce_dtype: Literal["auto", "fp32"]
     streaming: bool
@@ -85,7 +86,10 @@ class Options:
         job: the job's name on its servers. With ``servers=`` a new process finds the job again by it. By default a unique name.
         rank, world_size: this worker's rank, and the number of ranks whose gradients the servers sum. Defaults, in this order: those of
             an initialised process group, torchrun's ``RANK`` and ``WORLD_SIZE``, srun's ``SLURM_PROCID`` and ``SLURM_STEP_NUM_TASKS``, 0
-            and 1. A ``WORLD_SIZE`` other than the group's is refused. A step applies the mean over ranks.
+            and 1. A ``WORLD_SIZE`` other than the group's is refused. A step applies the mean over ranks. All ranks may start again with
+            another number of them, as torchrun's do.
+        max_ranks: the largest number of ranks that the job will have. By default the number that opens it. Servers reserve memory for the
+            gradients of so many.
         partition: with ``"reduce-scatter"`` ranks reduce gradients with torch.distributed. Each rank sends its part of them, reads its part
             of the weights and gathers the rest, as in ZeRO-2. ``"all-reduced"`` says that gradients come reduced, as
             DistributedDataParallel makes them. By default the servers sum; models of ``fully_shard`` need no value here.
@@ -130,6 +134,7 @@ class Options:
     job: str | None = None
     rank: int | None = None
     world_size: int | None = None
+    max_ranks: int | None = None
     partition: str | None = None
     reduce_dtype: str = "auto"
     streaming: bool = False
@@ -215,6 +220,15 @@ class Options:
         rank, world_size = self.place()
         if not 0 <= rank < world_size:
             raise invalid("rank", rank, f"in 0..{world_size}, the world size", "set RANK and WORLD_SIZE, or both arguments")
+        if self.max_ranks is not None and self.max_ranks < world_size:
+            raise invalid("max_ranks", self.max_ranks, f"at least {world_size}, the ranks that there are", "start fewer ranks, or raise it")
+        if self.max_ranks is not None and self.partition is not None:
+            raise invalid(
+                "max_ranks",
+                self.max_ranks,
+                f"left out with partition={self.partition!r}, whose parts are those of so many ranks",
+                "let the servers sum (partition=None), or checkpoint and restore for another number of ranks",
+            )
         if world_size > 1 and self.is_embedded():
             raise invalid(
                 "servers",

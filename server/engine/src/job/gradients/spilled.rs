@@ -208,7 +208,7 @@ impl Gradients {
     pub(super) fn accumulate_spilled(
         &self,
         spilled: &SpilledGradients,
-        &Sum { owned, slot, micro_step, .. }: &Sum,
+        &Sum { owned, contributions: count, slot, micro_step, .. }: &Sum,
         checked: bool,
     ) -> Result<Vec<Statistics>, Fault> {
         let scratch = &mut *lock(&spilled.scratch);
@@ -221,7 +221,6 @@ impl Gradients {
             self.verify(spilled, place, bytes, &scratch.sums[owned.index()][slot.index()])?;
         }
         let mut statistics = Vec::new();
-        let count = self.share.contributors(owned).len();
         let read =
             |contributor, parts: &mut Vec<Region>| self.read_part(spilled, owned, slot, contributor, parts);
         let mut coming = read(Contributor(0), &mut scratch.parts)?;

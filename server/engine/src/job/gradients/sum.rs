@@ -151,7 +151,9 @@ impl Gradients {
             .collect();
         let mut contributions: Vec<Vec<_>> = sums
             .iter()
-            .map(|sum| shard(sum).contributions[sum.slot.index()].iter().map(lock).collect())
+            .map(|sum| {
+                shard(sum).contributions[sum.slot.index()][..sum.contributions].iter().map(lock).collect()
+            })
             .collect();
         let gradients = contributions.iter().map(|ranks| {
             ranks.iter().map(|contribution| contribution.gradient(self.share.spec.gradient_dtype)).collect()

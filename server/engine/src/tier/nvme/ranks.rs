@@ -61,6 +61,13 @@ struct StoredRanks {
     generation: u64,
     /// The incarnation, the version at which it joined, and true if it has only fenced.
     ranks: Vec<Option<(Incarnation, Version, bool)>>,
+    /// The number of ranks that take part, if fewer than the spec's world size; else 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    world_size: u32,
+}
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 fn area(world_size: u32) -> usize {
@@ -114,8 +121,8 @@ impl Ranks {
                 Found::Refused(fault) => return Err(fault),
             }
         }
-        if let Some(StoredRanks { generation, ranks, .. }) = newest {
-            let joined = |(incarnation, at, fence_only)| Joined { incarnation, at, fence_only };
+        if let Some(StoredRanks { generation, ranks, world_size, .. }) = newest {
+            let joined = |(incarnation, at, fence_only)| Joined { incarnation, at, fence_only, world_size };
             let ranks = ranks.into_iter().map(|rank| rank.map(joined)).collect();
             *lock(&self.table) = Table { ranks, changes: 0, kept: 0, generation };
             return Ok(());
@@ -153,7 +160,9 @@ impl Ranks {
             }
             let joined = |rank: Joined| (rank.incarnation, rank.at, rank.fence_only);
             let ranks = table.ranks.iter().map(|rank| rank.map(joined)).collect();
-            (table.changes, StoredRanks { store: self.store, generation: table.generation + 1, ranks })
+            let world_size = table.ranks.first().copied().flatten().map_or(0, |zero| zero.world_size);
+            let (store, generation) = (self.store, table.generation + 1);
+            (table.changes, StoredRanks { store, generation, ranks, world_size })
         };
         let frame = encode(&stored).map_err(|why| internal(why, "encodable"))?;
         let written = self.write(stored.generation, &frame).map_err(io("write", self.disk.path()))?;

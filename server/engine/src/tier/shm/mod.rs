@@ -54,6 +54,8 @@ const IMAGE_SUM: usize = 2;
 const SETTLED_WORDS: usize = 3;
 /// Number of words of an undo slot: 1 + the block (0 when unused), and the version that its update makes.
 const UNDO_WORDS: usize = 2;
+/// Lowest bit of the world size in a rank's word of versions.
+const WORLD_SIZE_SHIFT: u32 = 48;
 
 /// The job's arrays, and the order in which they are changed.
 ///
@@ -278,7 +280,8 @@ impl Durable for ShmTier {
         words.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
         // A kill may leave the new version beside the incarnation before. The version is then too new, for a
         // process that is being replaced.
-        let at = 2 * joined.at.0 + u64::from(joined.fence_only);
+        let world_size = u64::from(joined.world_size) << WORLD_SIZE_SHIFT;
+        let at = world_size + 2 * joined.at.0 + u64::from(joined.fence_only);
         self.joined_at.get()[rank.index()].store(at, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         self.ranks()[rank.index()].store(joined.incarnation.0, Ordering::SeqCst);
@@ -293,8 +296,9 @@ impl Durable for ShmTier {
         let ranks = self.ranks().iter().zip(self.joined_at.get());
         let joined = |(incarnation, at): (&AtomicU64, &AtomicU64)| {
             let [incarnation, at] = [incarnation, at].map(|word| word.load(Ordering::Acquire));
-            let (incarnation, at, fence_only) = (Incarnation(incarnation), Version(at / 2), at % 2 == 1);
-            (incarnation.0 > 0).then_some(Joined { incarnation, at, fence_only })
+            let (world_size, fence_only) = ((at >> WORLD_SIZE_SHIFT) as u32, at % 2 == 1);
+            let (incarnation, at) = (Incarnation(incarnation), Version(at % (1 << WORLD_SIZE_SHIFT) / 2));
+            (incarnation.0 > 0).then_some(Joined { incarnation, at, fence_only, world_size })
         };
         ranks.map(joined).collect()
     }
