@@ -186,6 +186,32 @@ fn status_names_the_servers_that_lost_a_job() {
     said(&output, &[&format!("{}  does not hold this job", addresses[1]), "a part of the state is lost"]);
 }
 
+/// Operators name the servers that the trainer was given. The job has five shards, and is on the first five.
+#[test]
+fn a_job_of_fewer_shards_than_servers_is_lacking_on_none() {
+    let mut servers = server::servers(6, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let list = addresses.join(",");
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("out").display().to_string();
+    let train = Train::new(3).allow("the job has fewer shards than servers").servers(&addresses);
+    train.run();
+    let shown = longshore(["status", "--servers", &list]);
+    said(&shown, &["state hash"]);
+    let top = longshore(["top", "--once", "--servers", &list]);
+    said(&top, &["version 3"]);
+    for output in [&shown, &top] {
+        assert!(!output.stdout.contains("does not hold this job"), "{output:?}");
+    }
+    said(&longshore(["export", "--servers", &list, "--job", "default", "--out", &out]), &["version 3"]);
+    refused(&longshore(["resume", "--servers", &list]), 1, &["nothing to resume"]);
+    // A lost part is still missed, on whichever server.
+    servers[4].kill_and_restart();
+    let lost = longshore(["status", "--servers", &list]);
+    said(&lost, &[&format!("{}  does not hold this job", addresses[4]), "a part of the state is lost"]);
+    refused(&longshore(["resume", "--servers", &list]), 1, &[&addresses[4], "must be open on this server"]);
+}
+
 /// A process stopped by SIGSTOP still accepts connections.
 #[test]
 fn a_stopped_server_hides_no_other() {

@@ -73,4 +73,11 @@ impl JobArgs {
         let job = servers.job(self.job.as_ref())?;
         Ok((servers, job))
     }
+
+    /// Connects as [`JobArgs::connect`], and leaves out servers that hold no part of the job.
+    pub(crate) fn connect_to_holders(&self) -> anyhow::Result<(Servers, String)> {
+        let (mut servers, job) = self.connect()?;
+        servers.keep_holders(&job);
+        Ok((servers, job))
+    }
 }

@@ -9,7 +9,7 @@ use longshore_wire::{
     self as wire, Channel, fault_from_status,
     v1::{self, admin_client::AdminClient},
 };
-use longshore_worker::session::{Address, untrusted, with_sources};
+use longshore_worker::session::{Address, untrusted, whole, with_sources};
 use tokio::runtime::{Handle, Runtime};
 use tonic::Status;
 
@@ -201,6 +201,28 @@ impl Servers {
         Ok(answers.into_iter().map(|(_, answer)| answer).collect())
     }
 
+    /// Leaves out the servers that the job is not on: those beyond its number of shards, and those that it has left. Where
+    /// a part of the job is missing every server stays, since one of them has lost that part.
+    pub(crate) fn keep_holders(&mut self, job: &str) {
+        let mut found = self.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(job)).await);
+        self.drop_others(job, &mut found);
+        self.servers.retain(|server| found.iter().any(|(address, _)| *address == server.address));
+    }
+
+    /// Drops answers as [`Servers::keep_holders`] leaves servers out.
+    pub(crate) fn drop_others(&self, job: &str, found: &mut Answers<v1::DescribeResponse>) {
+        let is_elsewhere =
+            |(_, answer): &(String, Result<_, Fault>)| answer.as_ref().is_err_and(is_not_there);
+        if !found.iter().any(is_elsewhere) {
+            return;
+        }
+        let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
+        let wholes = self.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await);
+        if is_complete(wholes.iter().filter_map(|(_, answer)| answer.as_ref().ok())) {
+            found.retain(|one| !is_elsewhere(one));
+        }
+    }
+
     /// Returns a function that asks all servers for their progress, and sums the results of `of`. Another thread
     /// may call the function while this one waits. The function returns None if no server reports progress.
     pub(crate) fn follow(
@@ -253,6 +275,22 @@ impl Servers {
         let lists = self.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)?;
         Ok(jobs_of(&lists))
     }
+}
+
+/// Returns whether a server refused a call since it does not hold the job.
+pub(crate) fn is_not_there(fault: &Fault) -> bool {
+    (fault.kind, fault.field.as_str()) == (FaultKind::NotFound, "job")
+}
+
+/// Returns whether these answers are of all of the job's servers, as the newest placement has them.
+pub(crate) fn is_complete<'a>(answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone) -> bool {
+    let newest = answers.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
+    newest.is_some_and(|placement| {
+        let members = (0..).zip(&placement.servers).filter(|(_, address)| !address.is_empty());
+        members
+            .map(|(server, _)| server)
+            .all(|server: u32| answers.clone().any(|answer| answer.server == server))
+    })
 }
 
 pub(crate) fn jobs_of(lists: &[(String, v1::ListJobsResponse)]) -> Vec<String> {

@@ -67,7 +67,7 @@ pub(super) struct StepBackArgs {
 }
 
 pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<()> {
-    let (servers, job) = args.target.connect()?;
+    let (servers, job) = args.target.connect_to_holders()?;
     let written = |answer: &v1::DescribeResponse| {
         (answer.checkpoint_bytes > 0).then_some((answer.checkpoint_written_bytes, answer.checkpoint_bytes))
     };
@@ -136,7 +136,7 @@ fn discard(servers: &Servers, author: Author, job: &str, name: &str) {
 }
 
 pub(super) fn checkpoints(target: &JobArgs, out: Output) -> anyhow::Result<()> {
-    let (servers, job) = target.connect()?;
+    let (servers, job) = target.connect_to_holders()?;
     let request = v1::ListCheckpointsRequest { job: job.clone() };
     let lists = servers.each_promptly(async |mut admin| admin.list_checkpoints(request.clone()).await)?;
     let found = common(lists.into_iter().map(|(address, list)| (address, list.checkpoints)).collect());
@@ -159,7 +159,7 @@ pub(super) fn checkpoints(target: &JobArgs, out: Output) -> anyhow::Result<()> {
 }
 
 pub(super) fn resume(args: &ResumeArgs, out: Output) -> anyhow::Result<()> {
-    let (servers, job) = args.target.connect()?;
+    let (servers, job) = args.target.connect_to_holders()?;
     // The request names the version, so that a server which a first try has resumed does not refuse the second.
     let described = servers.described(&job)?;
     let version = paused_at(described.iter().filter_map(|answer| answer.progress.as_ref()));
@@ -170,7 +170,7 @@ pub(super) fn resume(args: &ResumeArgs, out: Output) -> anyhow::Result<()> {
 }
 
 pub(super) fn step_back(args: &StepBackArgs, out: Output) -> anyhow::Result<()> {
-    let (servers, job) = args.target.connect()?;
+    let (servers, job) = args.target.connect_to_holders()?;
     let answers = servers.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(&job)).await);
     let (incarnation, decisions) = plan_step_back(answers, args.version)?;
     // A repeated call goes to all servers again.

@@ -28,7 +28,7 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
-    let (servers, job) = args.target.connect()?;
+    let (servers, job) = args.target.connect_to_holders()?;
     let settings = export::Settings {
         job,
         out: args.out.clone(),

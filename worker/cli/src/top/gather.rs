@@ -53,8 +53,9 @@ impl Poller {
         for job in jobs {
             let known = self.known.entry(job.clone()).or_default();
             let request = v1::DescribeRequest { steps_after: Some(known.last_step()), ..brief(&job) };
-            let answers =
+            let mut answers =
                 servers.answers_within(PATIENCE, async |mut admin| admin.describe(request.clone()).await);
+            servers.drop_others(&job, &mut answers);
             view.jobs.push(job_view(&job, &answers, known, (now_ms, Instant::now())));
         }
         Ok(view)

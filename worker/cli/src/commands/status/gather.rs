@@ -12,7 +12,9 @@ use longshore_worker::session::whole;
 
 use crate::{
     access::ServersArgs,
-    servers::{Servers, Silent, Unanswered, brief, jobs_of, name_silent, no_such_job},
+    servers::{
+        Servers, Silent, Unanswered, brief, is_complete, is_not_there, jobs_of, name_silent, no_such_job,
+    },
 };
 
 /// The longest wait for a state hash: all of the state is read, after the decided updates.
@@ -75,9 +77,11 @@ impl Found {
                 Err(fault) => without.push((address, reason(&fault))),
             }
         }
-        // A server that has left the job lacks nothing of it.
+        // A server that has left the job lacks nothing of it, and neither does one beyond the number of its shards.
         let placements = answers.iter().filter_map(|(_, answer)| answer.placement.as_ref());
-        if let Some(placement) = placements.max_by_key(|of| of.epoch).filter(|of| of.epoch > 1) {
+        if is_complete(answers.iter().map(|(_, answer)| answer)) {
+            without.retain(|(_, reason)| reason != GONE);
+        } else if let Some(placement) = placements.max_by_key(|of| of.epoch).filter(|of| of.epoch > 1) {
             without.retain(|(address, reason)| reason != GONE || placement.servers.contains(address));
         }
         (answers, without)
@@ -107,7 +111,7 @@ pub(super) fn hashed(found: &Found, job: &str, answers: &mut Answers) -> Option<
 
 fn reason(fault: &Fault) -> String {
     match (fault.kind, fault.field.as_str()) {
-        (FaultKind::NotFound, "job") => GONE.to_string(),
+        _ if is_not_there(fault) => GONE.to_string(),
         (FaultKind::Unavailable, "job") => format!("is recovering this job: {}", fault.remedy),
         _ => format!("does not serve this job: {fault}"),
     }
