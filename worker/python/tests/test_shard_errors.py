@@ -1,6 +1,7 @@
 """Unsupported uses of a model in units are refused by name, with a remedy, before anything goes wrong."""
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -43,6 +44,23 @@ def test_the_optimizer_must_stream_and_be_of_this_package() -> None:
     other, _ = pair("mlp")
     with pytest.raises(errors.UsageError, match="a parameter of the optimizer, and of no module of the model"):
         longshore.shard(model, optimizer_of(other), size)
+
+
+def test_a_forked_worker_is_told_what_helps() -> None:
+    """A DataLoader's worker has no connection to servers, and neither flush() nor another place of the optimizer gives it one."""
+    model, optimizer, _ = cut(2)
+    train(model, optimizer, 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            model.loss(0)
+        except errors.UsageError as error:
+            os._exit(0 if "num_workers=0" in str(error) and "state_dict()" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train(model, optimizer, 1, first=1)
+    assert optimizer.flush() == 2
 
 
 @pytest.mark.parametrize(

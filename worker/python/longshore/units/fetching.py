@@ -5,6 +5,7 @@ gone.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshore.errors import LongshoreError
+from longshore.errors import LongshoreError, UsageError
 from longshore.transfer import device as _device
 from longshore.transfer import tensors
 from longshore.transfer.device import is_plain
@@ -146,6 +147,7 @@ class Fetcher:
         lending: Lending | None = None,
     ) -> None:
         self._job = job
+        self._process = os.getpid()
         self.version = version
         self.pulled = 0
         self._spans = spans
@@ -220,6 +222,8 @@ class Fetcher:
         with torch._C.DisableTorchFunctionSubclass():
             fetch = Fetch(self, members)
             lent = self._lent(members)
+            if lent:
+                self._check_process()
             fetch.lent = self._lend(lent) if lent else None
             places = self._places(fetch, [] if fetch.lent is None else lent, shared)
         if not places and fetch.lent is None:
@@ -300,7 +304,16 @@ class Fetcher:
         self.retire()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _check_process(self) -> None:
+        """Refuses a fetch in a fork, as of a DataLoader's worker, which has no connection to servers."""
+        if self._process != os.getpid():
+            raise UsageError(
+                "a model in units has its weights in the process that trains, and this process was forked from it: pass num_workers=0 to "
+                "the DataLoader that uses the model, or load its state_dict() into a model of your own before the fork"
+            )
+
     def _ask(self, places: list[tuple[Place, int]]) -> Any:
+        self._check_process()
         self.pulled += sum(elements * (4 if wire == "fp32" else 2) for (_, _, elements, wire), _ in places)
         return self._job.fetch(self.version, places)
 
