@@ -238,6 +238,14 @@ fn a_restore_that_fails_on_one_server_leaves_nothing_on_the_other() {
     let refused = restore();
     assert_eq!(refused.code, 1, "{refused:?}");
     check(&refused.stderr);
+    // A restore that opened the job itself leaves none.
+    opened().delete_job().expect("a deletion");
+    let refused = restore();
+    assert!(refused.code == 1 && refused.stderr.contains(SECOND), "{refused:?}");
+    assert!(
+        (0..2).all(|server| cluster.raw(server).find("halved").is_err()),
+        "a job without weights is left"
+    );
     flip(&part);
     let session = opened();
     let restored = restore();

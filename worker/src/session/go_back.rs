@@ -14,7 +14,7 @@ use super::{
     admin::{delete_job_on, give_up_on},
     checkpoints::{Checkpoint, list_checkpoints},
     open::{Opened, elsewhere, find, judge, open_but_for, open_everywhere},
-    restore::{check_checkpoint, restore, verify_checkpoint},
+    restore::{check_checkpoint, may_pass, restore, verify_checkpoint},
 };
 use crate::{
     cluster::{Backoff, ByServer, Cluster},
@@ -58,13 +58,36 @@ impl Whereabouts {
 
 pub(super) async fn go_back(cluster: &Cluster, how: &GoBack) -> Result<Checkpoint> {
     let there = Whereabouts { progress: cluster.on_all(|server| find(cluster, server)).await? };
+    let gone_back = go_back_from(cluster, &there, how).await;
+    if there.progress.values().all(Option::is_none) && gone_back.as_ref().is_err_and(|error| !may_pass(error))
+    {
+        close_unfilled(cluster).await;
+        return gone_back.map_err(|error| match error {
+            Error::NotRestored(failed) => failed.cause,
+            error => error,
+        });
+    }
+    gone_back
+}
+
+/// Deletes the job where this act has opened it and could not fill it: it would keep its memory. The first error counts.
+async fn close_unfilled(cluster: &Cluster) {
+    let Ok(there) = cluster.on_all(|server| find(cluster, server)).await else { return };
+    let there = Whereabouts { progress: there };
+    if there.holders().is_empty() {
+        let open = there.progress.ids().filter(|&server| there.progress[server].is_some());
+        let _ = try_join_all(open.map(|server| discard_on(cluster, server))).await;
+    }
+}
+
+async fn go_back_from(cluster: &Cluster, there: &Whereabouts, how: &GoBack) -> Result<Checkpoint> {
     let names = match &how.checkpoint {
         Some(name) => vec![JobName::parse("checkpoint.name", name)?.to_string()],
         None => names_newest_first(cluster).await?,
     };
     let mut newest = None;
     for (index, name) in names.iter().enumerate() {
-        match go_back_to(cluster, name, &there, how.discard_state).await {
+        match go_back_to(cluster, name, there, how.discard_state).await {
             Err(error) if how.checkpoint.is_none() && is_unreadable(&error) => {
                 if let Some(older) = names.get(index + 1) {
                     tracing::warn!(
@@ -78,7 +101,7 @@ pub(super) async fn go_back(cluster: &Cluster, how: &GoBack) -> Result<Checkpoin
         }
     }
     Err(newest.unwrap_or_else(|| {
-        let (holders, lost) = holders_and_lost(cluster, &there);
+        let (holders, lost) = holders_and_lost(cluster, there);
         let lost = if holders.is_empty() { Vec::new() } else { lost };
         NoCheckpoint { job: cluster.job().clone(), tier: cluster.spec().tier, lost, holders }.into()
     }))

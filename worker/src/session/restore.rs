@@ -135,7 +135,7 @@ async fn take_back(
 }
 
 /// Returns true if a server that failed in this way may still succeed, or be at work.
-fn may_pass(error: &Error) -> bool {
+pub(super) fn may_pass(error: &Error) -> bool {
     match error {
         Error::Call(failed) => matches!(failed.fault.kind, FaultKind::Deadline | FaultKind::Unavailable),
         _ => false,
