@@ -72,3 +72,25 @@ fn private(dir: &Path) -> io::Result<()> {
         found.is_dir() && found.uid() == rustix::process::getuid().as_raw() && found.mode() & 0o077 == 0;
     if mine { Ok(()) } else { Err(io::Error::other("it is not a folder of this user alone")) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_empty_default_folder_goes_with_its_server_and_one_with_jobs_stays() {
+        // No other process has this number.
+        let port = std::process::id() as u16 | 1;
+        let claim = || Directories::claim(&StorageConfig::default(), Some(port)).unwrap();
+        let empty = claim();
+        let Some(dir) = empty.shm.clone() else { return };
+        assert!(dir.starts_with(TMPFS) && dir.is_dir());
+        drop(empty);
+        assert!(!dir.exists());
+        let used = claim();
+        fs::create_dir(dir.join("job")).unwrap();
+        drop(used);
+        assert!(dir.join("job").is_dir());
+        fs::remove_dir_all(&dir).unwrap();
+    }
+}
