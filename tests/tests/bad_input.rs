@@ -14,7 +14,7 @@ use longshore_proto::{
 use longshore_tests::{
     command::longshore,
     conformance::{
-        cluster::Cluster,
+        cluster::{Cluster, eventually},
         raw::{At, Raw, assert_fault, chunk, decision, placement},
         run,
         scenario::Scenario,
@@ -135,6 +135,20 @@ fn wrong_messages_are_refused_and_change_nothing() {
     let result = server.push_all(vec![right()]).expect("an answer").pop().expect("a result");
     assert!(result.decided && !result.duplicate && result.refusal.is_none(), "{result:?}");
     assert_eq!(server.progress("job").version, 1);
+}
+
+/// Rank 0 asks for a step's statistics before its gradients are there, and may die then.
+#[test]
+fn a_wait_for_statistics_ends_with_its_caller() {
+    let cluster = Cluster::start(1);
+    let (spec, layout) = one_shard("waits", 33);
+    let rank = loaded(&cluster, &spec, &layout);
+    let request = v1::StatsRequest { job: "waits".into(), step: 1, deadline_ms: 3_600_000 };
+    let answers = rank.call(rank.training.clone().stats(request)).expect("a stream");
+    let transport = || cluster.raw(0).describe("waits").ranks[0].transport.clone();
+    assert!(!transport().is_empty());
+    drop((answers, rank));
+    eventually("the rank to be gone", || transport().is_empty().then_some(()));
 }
 
 /// In reverse order a chunk would wait for one behind it on its own stream. The server refuses it at once,

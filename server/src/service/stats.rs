@@ -26,7 +26,11 @@ pub(super) fn stream(
         let trained = |shard: &&longshore_proto::ShardId| !handle.job.layout().is_frozen(**shard);
         let owned = handle.job.held_at(step);
         for &shard in owned.iter().rev().filter(trained) {
-            let stats = shard_stats(&handle, shard, step, deadline, &room).await;
+            let stats = tokio::select! {
+                stats = shard_stats(&handle, shard, step, deadline, &room) => stats,
+                // The wait for a step that does not come would keep the connection of a rank that is gone.
+                () = sender.closed() => return,
+            };
             let stats = stats.map_err(|fault| refuse("Stats", handle.job.spec().name.as_str(), fault));
             let failed = stats.is_err();
             if sender.send(stats).await.is_err() || failed {
