@@ -271,7 +271,10 @@ async fn complete_commit(
     let (Some(commit), false) = (commit, loading) else { return Ok(()) };
     let commit = Commit::from_wire(Some(commit))?;
     let origins = origins(cluster, &commit);
-    let behind = progress.iter().filter(|(_, progress)| progress.version + 1 == newest);
+    // The job may have left a server since it was fenced.
+    let behind = progress
+        .iter()
+        .filter(|(server, progress)| progress.version + 1 == newest && !cluster.has_left(*server));
     let send = |server| {
         tracing::info!(server = cluster.address(server), step = newest, "completing a commit");
         commit_as(cluster, server, incarnation, &commit, (origins[server], None))
