@@ -2,7 +2,7 @@
 //! other's.
 
 use std::{
-    fs::{self, DirBuilder},
+    fs::{self, DirBuilder, File},
     io,
     os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
@@ -10,6 +10,7 @@ use std::{
 
 use longshore_engine::tier::Claim;
 use longshore_proto::Fault;
+use rustix::fs::{FlockOperation, flock};
 
 use crate::config::StorageConfig;
 
@@ -42,10 +43,11 @@ impl Directories {
         };
         let root = Path::new(TMPFS).join(format!("longshore-{}", rustix::process::getuid().as_raw()));
         let dir = root.join(port.to_string());
-        match private(&root).and_then(|()| private(&dir)) {
-            Ok(()) => match Claim::take(&dir, "shm_dir") {
+        match private(&root).and_then(|()| alone(&root)).and_then(|lock| private(&dir).map(|()| lock)) {
+            Ok(_alone) => match Claim::take(&dir, "shm_dir") {
                 Ok(claim) => {
                     claims.push(claim);
+                    sweep(&root);
                     return Ok(Directories { made: Some(dir.clone()), shm: Some(dir), _claims: claims });
                 }
                 Err(fault) => {
@@ -57,6 +59,23 @@ impl Directories {
             }
         }
         Ok(Directories { shm: None, made: None, _claims: claims })
+    }
+}
+
+/// Keeps other servers from making and removing default folders while the result lives.
+fn alone(root: &Path) -> io::Result<File> {
+    let root = File::open(root)?;
+    flock(&root, FlockOperation::LockExclusive)?;
+    Ok(root)
+}
+
+/// Removes the empty folders of servers that were killed. A living server holds a lock on its own.
+fn sweep(root: &Path) {
+    let folders = fs::read_dir(root).into_iter().flatten().flatten().map(|entry| entry.path());
+    for folder in folders {
+        if Claim::take(&folder, "shm_dir").is_ok() {
+            drop(fs::remove_dir(&folder));
+        }
     }
 }
 
@@ -87,7 +106,11 @@ mod tests {
         assert!(dir.starts_with(TMPFS) && dir.is_dir());
         drop(empty);
         assert!(!dir.exists());
+        // A server that was killed has left its empty folder.
+        let killed = dir.with_file_name(format!("{}-killed", dir.file_name().unwrap().display()));
+        fs::create_dir(&killed).unwrap();
         let used = claim();
+        assert!(!killed.exists());
         fs::create_dir(dir.join("job")).unwrap();
         drop(used);
         assert!(dir.join("job").is_dir());

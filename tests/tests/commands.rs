@@ -48,9 +48,9 @@ const ELSEWHERE: [(&str, &str); 23] = [
     ("python", "runs in the tests of the Python package"),
     ("rustup", "installs a toolchain"),
     ("sbatch", "slurm.rs runs the script where there is Slurm"),
-    ("torchrun", "test_elastic.py runs it, with two agents"),
     ("scp", "needs another host"),
     ("systemctl", "needs systemd as process 1; packages.rs checks the unit"),
+    ("torchrun", "test_elastic.py runs it, with two agents"),
     ("useradd", "changes the host's users"),
 ];
 
