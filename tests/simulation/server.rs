@@ -778,7 +778,13 @@ impl Server {
             let first_nonfinite = self.oracle.overflows(step, shard).then_some(0);
             let block = v1::BlockStats { sum_squares: 1.0, first_nonfinite };
             let blocks = self.layout().shard_blocks(shard).map(|_| block).collect();
-            let stats = v1::ShardStats { shard: shard.0, blocks, origin: origin.0, left_out: Vec::new() };
+            let stats = v1::ShardStats {
+                shard: shard.0,
+                blocks,
+                origin: origin.0,
+                left_out: Vec::new(),
+                broken: Vec::new(),
+            };
             if !outgoing.send(&stats).await {
                 return Ok(());
             }

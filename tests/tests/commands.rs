@@ -27,7 +27,7 @@ use tokio::runtime::Runtime;
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 
 /// Programs of the documents that no test here runs, with the reason.
-const ELSEWHERE: [(&str, &str); 23] = [
+const ELSEWHERE: [(&str, &str); 24] = [
     (".ci/run", "runs these tests"),
     ("tests/run", "runs these tests"),
     ("apt-get", "installs packages of the host"),

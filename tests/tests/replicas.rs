@@ -1,16 +1,22 @@
 //! Shards have two holders: a server that is lost for good takes no step with it, and the weights are those of an
 //! undisturbed run.
 
-use std::time::Duration;
+use std::{
+    fs::{self, File, OpenOptions},
+    os::unix::fs::FileExt,
+    time::Duration,
+};
 
 use longshore_tests::{
     command::{Output, longshore},
+    http,
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
     soak,
     status::job_status,
     train::{Run, Running, Train},
 };
+use tempfile::TempDir;
 
 const STEPS: u64 = 150;
 
@@ -125,6 +131,103 @@ fn servers_of_a_replicated_job_come_and_go() {
         assert_eq!(job_status(to).servers.len(), to.len());
     }
     assert_eq!(Run::of_ranks(running).end.state_hash, expected);
+}
+
+/// Flips a bit of master weights in a server's memory, while the only rank is stopped.
+fn flip_a_bit(servers: &[Longshored], of: usize, running: &mut Running, random: &mut Random) {
+    loop {
+        running.process.stop();
+        let weights = exported(servers);
+        let is_flipped = weights.is_some_and(|weights| {
+            let start = random.below(weights.len() as u64 / 4 - 16) as usize * 4;
+            flip_where(servers[of].process.id(), &weights[start..start + 64], 1 << random.below(8))
+        });
+        running.process.go_on();
+        if is_flipped {
+            return;
+        }
+        // The rank was stopped in the middle of a decision.
+        running.until_steps(1);
+    }
+}
+
+/// The fp32 master weights of all parameters. None if the servers do not have one version.
+fn exported(servers: &[Longshored]) -> Option<Vec<u8>> {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("weights").display().to_string();
+    let servers = server::addresses(servers).join(",");
+    let flags = ["--dtype", "f32", "--deadline-s", "2", "--servers", &servers, "--out", &out];
+    let said = longshore([&["export", "--job", "default"], &flags[..]].concat());
+    let file = fs::read(folder.path().join("weights/model.safetensors")).ok().filter(|_| said.code == 0)?;
+    let header = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    Some(file[8 + header..].to_vec())
+}
+
+/// Flips a bit of the first byte wherever a process has these bytes in anonymous memory. Returns false if it has none.
+fn flip_where(process: u32, bytes: &[u8], bit: u8) -> bool {
+    let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{process}/mem")).unwrap();
+    let maps = fs::read_to_string(format!("/proc/{process}/maps")).unwrap();
+    // "7f0000000000-7f0000200000 rw-p 00000000 00:00 0" is anonymous memory.
+    let anonymous = maps.lines().filter(|line| line.contains(" rw-p ") && line.contains(" 00:00 0"));
+    let mut is_there = false;
+    for line in anonymous {
+        let (start, rest) = line.split_once('-').unwrap();
+        let [start, end] =
+            [start, rest.split_once(' ').unwrap().0].map(|at| u64::from_str_radix(at, 16).unwrap());
+        for at in places(&memory, start..end, bytes) {
+            memory.write_all_at(&[bytes[0] ^ bit], at).unwrap();
+            is_there = true;
+        }
+    }
+    is_there
+}
+
+fn places(memory: &File, range: std::ops::Range<u64>, bytes: &[u8]) -> Vec<u64> {
+    let mut found = vec![0; (range.end - range.start) as usize];
+    if memory.read_exact_at(&mut found, range.start).is_err() {
+        return Vec::new();
+    }
+    let at = |&at: &usize| found[at..].starts_with(bytes);
+    (0..found.len()).step_by(4).filter(at).map(|at| range.start + at as u64).collect()
+}
+
+/// A bit flips in a server's memory between two steps, and later one on the other server. Each is found and named, and the
+/// shard gets a second holder again.
+fn outlives_flipped_bits(ranks: usize, more: &[&str]) {
+    let train = replicated(STEPS, ranks, more).allow("has flipped");
+    let expected = undisturbed(&train, ranks);
+    let mut random = Random::new();
+    let options = ServerOptions::new().allow("has flipped").args(http::FLAGS);
+    let servers = server::servers(2, &options);
+    let addresses = server::addresses(&servers);
+    let mut running = start(&train.clone().servers(&addresses), ranks);
+    for (of, server) in servers.iter().enumerate() {
+        running[0].until_steps(1 + random.below(10));
+        flip_a_bit(&servers, of, &mut running[0], &mut random);
+        running[0].until_steps(10);
+        let wish =
+            ["scale", "--job", "default", "--servers", &addresses[0], "--to", &addresses.join(","), "--wait"];
+        let said = longshore(wish);
+        assert_eq!(said.code, 0, "{said:?}");
+        let log = server.process.stderr();
+        assert!(log.contains("has flipped in this server's memory") && log.contains("of shard "), "{log}");
+        let metrics = http::metrics(&http::address(server));
+        let value =
+            |name: &str| metrics.iter().find(|(key, _)| key.starts_with(name)).map(|(_, value)| *value);
+        assert_eq!(value("longshore_job_broken_shards_total"), Some(1.0));
+        assert_eq!(value("longshore_job_unreplicated_shards"), Some(0.0));
+    }
+    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
+}
+
+#[test]
+fn a_flipped_bit_is_found_and_healed() {
+    outlives_flipped_bits(1, &[]);
+}
+
+#[test]
+fn a_delayed_job_outlives_flipped_bits() {
+    outlives_flipped_bits(2, &["--delay", "1", "--warmup-steps", "5"]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Shards move between servers at any step, and servers are lost whose shards have replicas. The bits are those of one
 //! server that keeps them all.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use longshore_engine::{
     job::Job,
@@ -10,15 +10,15 @@ use longshore_engine::{
     tier::{Spill, Storage},
 };
 use longshore_proto::{
-    Commit, Correction, Dtype, Epoch, Formats, JobSpec, MasterFormat, NO_SERVER, Partition, PlacementChange,
-    ServerId, ShardId, StateFormat, Step, TierKind, Version,
+    Commit, Correction, Dtype, Epoch, FaultKind, Formats, JobSpec, MasterFormat, NO_SERVER, Partition,
+    PlacementChange, ServerId, ShardId, Slice, StateFormat, Step, TierKind, Version,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
 
 use crate::common::{
     BLOCK, Noise, cases,
-    cluster::{Cluster, compute},
+    cluster::{Cluster, compute, soon},
     commit, gradient, spec, weights,
 };
 
@@ -58,6 +58,8 @@ struct Moving {
     home: Option<TempDir>,
     moved: Cluster,
     alone: Cluster,
+    /// Servers where a bit of a shard's state has flipped, until the shard is its other holder's.
+    flipped: BTreeMap<ShardId, ServerId>,
 }
 
 impl Moving {
@@ -75,13 +77,16 @@ impl Moving {
         let mut moved = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), &storage).unwrap();
         (0..spec.world_size).for_each(|rank| moved.join(rank));
         moved.upload(&first);
-        Moving { noise, home, moved, alone }
+        Moving { noise, home, moved, alone, flipped: BTreeMap::new() }
     }
 
     /// Chooses a change of the placement for the decision on a step, and opens the server that it adds.
     fn change(&mut self, step: u64) -> Option<PlacementChange> {
         let mut change =
             PlacementChange { epoch: Epoch(self.moved.placement.epoch.0 + 1), ..Default::default() };
+        if self.heal(step, &mut change) {
+            return (change.moves.len() + change.replicas.len() > 0).then_some(change);
+        }
         if self.moved.spec.replicas > 1 && self.noise.one_in(5) && self.lose(step, &mut change) {
             return Some(change);
         }
@@ -93,7 +98,10 @@ impl Moving {
             // On drives, servers of the first placement have room for their own shards alone.
             let is_new = |job: &Arc<Job>| self.home.is_none() || job.opened_with().epoch > Epoch(1);
             let first_new = self.moved.jobs.iter().position(is_new)?;
-            for shard in (0..self.moved.layout.shards()).map(ShardId) {
+            // A shard that moves has no other holder of all its versions.
+            let flipped = self.flipped.clone();
+            let is_whole = |shard: &ShardId| !flipped.contains_key(shard);
+            for shard in (0..self.moved.layout.shards()).map(ShardId).filter(is_whole) {
                 let to = ServerId((first_new + self.noise.below(self.moved.jobs.len() - first_new)) as u32);
                 let to_replica = if self.noise.one_in(4) { NO_SERVER } else { to };
                 let moves = PlacementChange { moves: vec![(shard, to)], ..change.clone() };
@@ -116,6 +124,49 @@ impl Moving {
         (!is_none).then_some(change)
     }
 
+    /// Flips a bit of a shard that two servers have.
+    fn flip(&mut self) {
+        let shard = ShardId(self.noise.below(self.moved.layout.shards() as usize) as u32);
+        let holders: Vec<ServerId> = self.moved.placement.holders_at(shard, Step(u64::MAX)).collect();
+        let is_awaited =
+            |of: usize| self.moved.jobs[of].awaited().iter().any(|awaited| awaited.shard == shard);
+        if holders.len() < 2 || self.flipped.contains_key(&shard) || self.moved.living().any(is_awaited) {
+            return;
+        }
+        // Pulls find a frozen shard's flipped bit, and ask its owner.
+        let of = if self.moved.layout.is_frozen(shard) { 0 } else { self.noise.below(2) };
+        let holder = holders[of];
+        self.moved.jobs[holder.0 as usize].flip_bit_for_tests(shard, self.noise.below(usize::MAX));
+        self.flipped.insert(shard, holder);
+    }
+
+    /// Gives broken shards to their other holders, as rank 0 does. Returns false if there are none.
+    fn heal(&mut self, step: u64, change: &mut PlacementChange) -> bool {
+        let placement = &self.moved.placement;
+        self.flipped.retain(|&shard, &mut server| placement.holds(server, shard));
+        let mut is_broken = false;
+        for server in self.moved.living() {
+            let number = ServerId(server as u32);
+            for shard in self.moved.jobs[server].broken() {
+                if !placement.holds(number, shard) {
+                    continue;
+                }
+                assert_eq!(self.flipped.get(&shard), Some(&number), "{shard}");
+                is_broken = true;
+                let mut healed = PlacementChange { epoch: change.epoch, ..Default::default() };
+                match placement.owner(shard) == number {
+                    true => healed.moves.push((shard, placement.replica(shard).unwrap())),
+                    false => healed.replicas.push((shard, NO_SERVER)),
+                }
+                if placement.check(&healed, Step(step)).is_ok() {
+                    change.moves.extend(healed.moves);
+                    change.replicas.extend(healed.replicas);
+                }
+            }
+        }
+        is_broken
+    }
+
     /// Loses a server whose shards others have.
     fn lose(&mut self, step: u64, change: &mut PlacementChange) -> bool {
         let server = self.noise.below(self.moved.jobs.len());
@@ -130,6 +181,7 @@ impl Moving {
             self.moved.jobs[of].awaited().iter().any(is_last)
         };
         let may = self.moved.placement.check(&lost, Step(step)).is_ok()
+            && self.flipped.is_empty()
             && !self.moved.living().filter(|&of| of != server).any(counts_on);
         if may {
             self.moved.lose(server);
@@ -233,7 +285,9 @@ impl Moving {
                 self.push(pushed);
             }
             let mut commit = commit(&self.moved.spec, step);
-            commit.skip = self.noise.one_in(if skips_often { 2 } else { 6 });
+            // A flipped bit is found by an update that changes its block.
+            let is_ending = step + 9 > STEPS;
+            commit.skip = !is_ending && self.noise.one_in(if skips_often { 2 } else { 6 });
             if delay == 1 && self.noise.one_in(2) {
                 commit.correction =
                     Correction::LookAhead(commit.groups.iter().map(|hyper| hyper.lr / 2.0).collect());
@@ -243,6 +297,10 @@ impl Moving {
             self.moved.commit(&commit).unwrap();
             self.alone.work();
             self.act();
+            if self.moved.spec.replicas > 1 && !is_ending && self.noise.one_in(2) {
+                self.flip();
+                self.act();
+            }
             while self.home.is_some() && self.noise.one_in(3) {
                 self.restart(&commit, pushed);
                 self.act();
@@ -260,10 +318,18 @@ impl Moving {
                 // A rank that joins now pulls the version before too.
                 self.check_images(step - 1)?;
             }
-            if self.noise.one_in(4) {
+            // A broken shard is its owner's until the decision that moves it counts.
+            let is_broken = |of: usize| {
+                let (job, owned) = (&self.moved.jobs[of], self.moved.jobs[of].owned_at(Step(step)));
+                job.broken().iter().any(|shard| owned.contains(shard))
+            };
+            let is_whole = self.flipped.is_empty() && !self.moved.living().any(is_broken);
+            if is_whole && self.noise.one_in(4) {
                 prop_assert_eq!(self.moved.hash(), self.alone.hash(), "at version {}", step);
             }
         }
+        self.heal(STEPS + 1, &mut PlacementChange::default());
+        prop_assert!(self.flipped.is_empty(), "{:?}", self.flipped);
         prop_assert_eq!(self.moved.hash(), self.alone.hash());
         Ok(())
     }
@@ -276,4 +342,57 @@ proptest! {
     fn shards_move_at_any_step_without_a_changed_bit(seed in any::<u64>()) {
         Moving::new(seed).run()?;
     }
+}
+
+#[test]
+fn a_flipped_bit_is_found_at_the_next_update_and_named() {
+    let spec = JobSpec {
+        replicas: 2,
+        shard_elements: 2 * BLOCK as u64,
+        ..spec(&[2 * BLOCK as u64, BLOCK as u64], &[0, 0])
+    };
+    let weights = weights(&spec, 7);
+    let (mut cluster, mut alone) = (
+        Cluster::started(&spec, 2, &weights),
+        Cluster::started(&JobSpec { replicas: 1, ..spec.clone() }, 1, &weights),
+    );
+    let mut next = |cluster: &mut Cluster, step: u64| {
+        for of in [cluster, &mut alone] {
+            of.push(step, &[gradient(&spec, step, 1e-2)]);
+            of.commit(&commit(&spec, step)).unwrap();
+            of.work();
+        }
+    };
+    next(&mut cluster, 1);
+    let shard = ShardId(0);
+    let owner = cluster.owner(shard);
+    // A bit of the first moment in the shard's second block.
+    cluster.jobs[owner].flip_bit_for_tests(shard, 1 + 3 * 8 * 4 * (BLOCK + 5));
+    let fault = cluster.jobs[owner].state_hashes(soon()).unwrap_err();
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Corrupt, "state"), "{fault}");
+    next(&mut cluster, 2);
+    assert_eq!([owner, 1 - owner].map(|server| cluster.jobs[server].broken()), [vec![shard], vec![]]);
+    assert_eq!(cluster.jobs[owner].broken_so_far(), 1);
+    let slice = Slice { shard, offset: 0, elements: cluster.layout.shard_len(shard) };
+    let [before, after] =
+        [1, 2].map(|version| cluster.jobs[owner].copy_image(&slice, Version(version)).map(|it| it.is_some()));
+    assert_eq!(before, Ok(true), "the image of the version before is whole");
+    let fault = after.unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Corrupt);
+    assert!(
+        fault.to_string().contains("block 1 of shard 0") && fault.to_string().contains("element 65536"),
+        "{fault}"
+    );
+    assert_eq!(cluster.image(shard, 2), alone.image(shard, 2));
+    // The other holder owns the shard, and breaks too.
+    let (last, epoch) = (ServerId(1 - owner as u32), Epoch(2));
+    let moves = PlacementChange { moves: vec![(shard, last)], epoch, ..Default::default() };
+    cluster.push(3, &[gradient(&spec, 3, 1e-2)]);
+    cluster.commit(&Commit { placement: Some(moves), ..commit(&spec, 3) }).unwrap();
+    cluster.work();
+    let job = &cluster.jobs[1 - owner];
+    job.flip_bit_for_tests(shard, 0);
+    let fault = job.check_handed(shard).unwrap_err();
+    assert!(fault.to_string().contains("restore the last checkpoint"), "{fault}");
+    assert_eq!(job.protocol.check_alive(), Err(fault));
 }

@@ -2,7 +2,7 @@
 //!
 //! Readers that accept OpenMetrics, such as Prometheus, get it. Others get Prometheus' older text format.
 //!
-//! The number of samples is bounded: about 59 a job, 19 of them its histogram's. Each of a job's first [`RANKS`] ranks
+//! The number of samples is bounded: about 60 a job, 19 of them its histogram's. Each of a job's first [`RANKS`] ranks
 //! adds one, and two for each transport of its payload. An identity adds 4, and a folder of `--state-dir` 56.
 
 use std::{
@@ -254,6 +254,8 @@ fn room(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
         None,
         each(jobs, |job| job.handle.job.placement().unreplicated()),
     )?;
+    let broken = "Shards with replicas of which a bit has flipped in this server's memory.";
+    families.counter("job_broken_shards", broken, None, each(jobs, |job| job.handle.job.broken_so_far()))?;
     let bytes_fetched = "State of shards that have moved here.";
     families.counter("job_fetched", bytes_fetched, bytes(), each(jobs, move |job| fetched(job).bytes))?;
     let held = "Time that updates waited for state on its way.";

@@ -41,11 +41,16 @@ pub(super) fn stream(
             Ok(lengths) => lengths,
             Err(fault) => return drop(sender.send(Err(failed(fault))).await),
         };
+        let mut left: usize = lengths.iter().sum();
         for (array, length) in (0..=IMAGE).zip(lengths) {
             for offset in (0..length).step_by(CHUNK_BYTES) {
                 let bytes = offset..length.min(offset + CHUNK_BYTES);
+                left -= bytes.len();
                 let part = || {
                     let payload = handle.job.read_handed(shard, version, array, bytes.clone())?;
+                    if left == 0 {
+                        handle.job.check_handed(shard)?;
+                    }
                     let (offset, crc32) = (offset as u64, crc32(&payload));
                     Ok(v1::FetchResponse { array, offset, crc32, payload: payload.into() })
                 };

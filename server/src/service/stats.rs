@@ -59,7 +59,8 @@ async fn shard_stats(
         });
         let origin = handle.job.origin(shard, step)?.0;
         let left_out = handle.job.left_out(shard, step)?;
-        Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect(), origin, left_out })
+        let broken = handle.job.broken().into_iter().map(|shard| shard.0).collect();
+        Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect(), origin, left_out, broken })
     };
     room.make(deadline, stats).await
 }

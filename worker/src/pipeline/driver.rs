@@ -102,7 +102,7 @@ impl Driver {
             return Ok(()); // the pipeline went away in the middle of a step
         };
         self.follow(step).await?;
-        let Collected { blocks, left_out, origins, differing } =
+        let Collected { blocks, left_out, origins, differing, broken } =
             self.patiently("the contributions of all ranks", step, stats).await?;
         let gradient_scale = work.loss_scale * self.cluster.contributions() as f64;
         let shares = self.cluster.spec().block_shares(&self.cluster.layout);
@@ -119,7 +119,7 @@ impl Driver {
         if let Some(durable) = self.durable.take() {
             self.patiently("a version to be durable", step, durable).await?;
         }
-        commit.placement = self.moves.change(step, &differing).await;
+        commit.placement = self.moves.change(step, &differing, &broken).await?;
         tracing::debug!(target: "stage", step = step.0, "decided");
         let (scaling, scaled_micros) = (self.moves.obstacle.clone(), self.moves.reached);
         let report = StepReport { scaling, scaled_micros, ..finished.report };

@@ -14,7 +14,7 @@ use std::{
 
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
-    Fault, FaultKind, JobSpec, Layout, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step,
+    Epoch, Fault, FaultKind, JobSpec, Layout, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step,
     Version, limits::PROTOCOL,
 };
 use longshore_wire::{
@@ -123,11 +123,24 @@ impl Moves {
 
     /// Returns the change of the placement that comes with the decision on `step`. Returns at once unless servers join,
     /// or the first server leaves. `differing` are shards whose owner and replica have other gradients: their replicas
-    /// are made anew.
-    pub(super) async fn change(&mut self, step: Step, differing: &[ShardId]) -> Option<PlacementChange> {
+    /// are made anew. The other holder of a `broken` shard goes on with it.
+    ///
+    /// # Errors
+    /// If both holders of a shard are broken.
+    pub(super) async fn change(
+        &mut self,
+        step: Step,
+        differing: &[ShardId],
+        broken: &BTreeSet<(ShardId, ServerId)>,
+    ) -> Result<Option<PlacementChange>> {
         self.retire(step);
         let lost = self.cluster.given_up();
-        let change = if lost.is_empty() && differing.is_empty() {
+        let placement = self.cluster.placement();
+        // The other holder may be a lost server: then the next decision looks again.
+        let is_held =
+            |&(shard, server): &(ShardId, ServerId)| lost.is_empty() && placement.holds(server, shard);
+        let broken: Vec<(ShardId, ServerId)> = broken.iter().copied().filter(is_held).collect();
+        let change = if lost.is_empty() && differing.is_empty() && broken.is_empty() {
             self.take_wish(step);
             match self.next_change(step).await {
                 Ok(change) => change,
@@ -141,25 +154,32 @@ impl Moves {
             for &shard in differing {
                 tracing::error!(%job, %step, %shard, "owner and replica have other gradients: the replica is made anew");
             }
+            for &(shard, server) in &broken {
+                let server = &placement.servers[server.0 as usize];
+                tracing::error!(%job, %step, %shard, server, "a bit of its state has flipped there: the other holder goes on with it");
+            }
             for &server in &lost {
                 tracing::warn!(%job, %step, server = self.cluster.placement().servers[server.0 as usize], "given up as lost");
             }
             // Plans count on the placement before.
             self.unused.extend(self.plan.take().into_iter().flat_map(|plan| plan.added));
-            let replicas = differing.iter().map(|&shard| (shard, NO_SERVER)).collect();
-            Some(PlacementChange { lost, replicas, ..PlacementChange::default() })
+            let healed = heal(&placement, &broken, step)?;
+            let differing = differing.iter().filter(|shard| broken.iter().all(|(of, _)| of != *shard));
+            let replicas = differing.map(|&shard| (shard, NO_SERVER)).chain(healed.replicas).collect();
+            let change = PlacementChange { lost, replicas, ..healed };
+            Some(change).filter(|change| *change != PlacementChange::default())
         };
         let change = change.map(|change| {
-            let epoch = longshore_proto::Epoch(self.cluster.placement().epoch.0 + 1);
+            let epoch = Epoch(self.cluster.placement().epoch.0 + 1);
             PlacementChange { epoch, ..change }
         });
         // A change that servers would refuse must not end the training.
         let checked = change.as_ref().map(|change| self.cluster.placement().check(change, step));
         if let Some(Err(fault)) = checked {
             self.put_off(&fault);
-            return None;
+            return Ok(None);
         }
-        change
+        Ok(change)
     }
 
     /// Notes that the decision on `step` was made with a change.
@@ -445,6 +465,41 @@ fn replicate(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Vec
     changed.filter(|((_, new), old)| new != *old).map(|(change, _)| change).collect()
 }
 
+/// Gives broken shards to their other holders. A shard that a change moves now is given with a later decision: ranks ask
+/// its other holder meanwhile.
+///
+/// # Errors
+/// A shard without another holder.
+fn heal(
+    placement: &Placement,
+    broken: &[(ShardId, ServerId)],
+    step: Step,
+) -> std::result::Result<PlacementChange, Fault> {
+    let mut healed = PlacementChange::default();
+    for &(shard, server) in broken {
+        let is_owner = placement.owner(shard) == server;
+        let other = if is_owner { placement.replica(shard) } else { Some(placement.owner(shard)) };
+        let whole = other.filter(|&other| !broken.contains(&(shard, other)));
+        let Some(other) = whole else {
+            let limit = "whole on one of its servers: bits have flipped on both";
+            let remedy = "restore the last checkpoint, and test the memory of both hosts";
+            return Err(Fault::new(FaultKind::Corrupt, "state", shard, limit, remedy));
+        };
+        let epoch = Epoch(placement.epoch.0 + 1);
+        let change = match is_owner {
+            true => PlacementChange { moves: vec![(shard, other)], epoch, ..PlacementChange::default() },
+            false => {
+                PlacementChange { replicas: vec![(shard, NO_SERVER)], epoch, ..PlacementChange::default() }
+            }
+        };
+        if placement.check(&change, step).is_ok() {
+            healed.moves.extend(change.moves);
+            healed.replicas.extend(change.replicas);
+        }
+    }
+    Ok(healed)
+}
+
 /// Ends the job on a server that was opened for it and takes no part.
 async fn give_up(cluster: &Cluster, Added { peer, .. }: &Added, incarnation: u64) {
     let request = RetireRequest { job: cluster.job().to_string(), incarnation };
@@ -603,7 +658,7 @@ fn assign(
 
 #[cfg(test)]
 mod tests {
-    use longshore_proto::{Epoch, JobName, Param, limits::BLOCK_ELEMENTS};
+    use longshore_proto::{JobName, Param, limits::BLOCK_ELEMENTS};
 
     use super::*;
 
@@ -668,6 +723,33 @@ mod tests {
             ..PlacementChange::default()
         };
         assert!(left.check(&last, Step(9)).unwrap_err().to_string().contains("the last of"));
+    }
+
+    #[test]
+    fn the_other_holder_of_a_broken_shard_goes_on_with_it() {
+        let names = ["a", "b", "c"].map(String::from).to_vec();
+        let mut placement = Placement::striped(names, 6).with_replicas();
+        let (shard, step) = (ShardId(1), Step(5));
+        let (owner, replica) = (placement.owner(shard), placement.replica(shard).unwrap());
+        let of_replica = heal(&placement, &[(shard, replica)], step).unwrap();
+        assert_eq!((of_replica.moves, of_replica.replicas), (vec![], vec![(shard, NO_SERVER)]));
+        assert!(heal(&placement, &[(shard, owner), (shard, replica)], step).is_err());
+        let healed = heal(&placement, &[(shard, owner)], step).unwrap();
+        assert_eq!((&healed.moves, healed.replicas.len()), (&vec![(shard, replica)], 0));
+        placement.apply(&PlacementChange { epoch: Epoch(2), ..healed }, step, 0);
+        assert_eq!((placement.owner(shard), placement.replica(shard)), (replica, None));
+        assert!(heal(&placement, &[(shard, replica)], Step(6)).is_err());
+        // A shard that moves now is given to its other holder later.
+        let change = PlacementChange {
+            replicas: vec![(ShardId(5), ServerId(0))],
+            epoch: Epoch(3),
+            ..Default::default()
+        };
+        assert_ne!(placement.replica(ShardId(5)), Some(ServerId(0)));
+        placement.apply(&change, Step(6), 0);
+        let owner = placement.owner(ShardId(5));
+        assert_eq!(heal(&placement, &[(ShardId(5), owner)], Step(7)), Ok(PlacementChange::default()));
+        assert_ne!(heal(&placement, &[(ShardId(5), owner)], Step(20)), Ok(PlacementChange::default()));
     }
 
     #[test]

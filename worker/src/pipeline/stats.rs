@@ -1,7 +1,7 @@
 //! Collects the gradient statistics of a step from every server, while backward still runs. Rank 0 only.
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet, btree_map::Entry},
     sync::Arc,
 };
 
@@ -33,6 +33,8 @@ pub(super) struct Collected {
     pub(super) origins: ByServer<Origin>,
     /// Shards of which owner and replica have other gradients.
     pub(super) differing: Vec<ShardId>,
+    /// Shards whose state is broken on a server.
+    pub(super) broken: BTreeSet<(ShardId, ServerId)>,
 }
 
 /// Collects the gradient statistics of `step` from all servers.
@@ -41,12 +43,13 @@ pub(super) async fn collect(cluster: Arc<Cluster>, step: Step, finished: Finishe
     let statistics = cluster.on_all(collect).await?;
     let mut blocks = vec![BlockStats::default(); cluster.layout.blocks() as usize];
     let origin =
-        |of_server: &ServerStatistics| of_server.iter().map(|shard| shard.origin).reduce(Origin::and);
+        |of_server: &ServerStatistics| of_server.shards.iter().map(|shard| shard.origin).reduce(Origin::and);
     let origins = statistics.iter().map(|(server, of)| (server, origin(of).unwrap_or_default())).collect();
     let mut by_shard: BTreeMap<ShardId, ShardStatistics> = BTreeMap::new();
-    let mut differing = Vec::new();
+    let (mut differing, mut broken) = (Vec::new(), BTreeSet::new());
     for (server, of_server) in statistics {
-        for of_shard in of_server {
+        broken.extend(of_server.broken.into_iter().map(|shard| (shard, server)));
+        for of_shard in of_server.shards {
             let shard = of_shard.shard;
             match by_shard.entry(shard) {
                 Entry::Vacant(entry) => drop(entry.insert(of_shard)),
@@ -69,7 +72,7 @@ pub(super) async fn collect(cluster: Arc<Cluster>, step: Step, finished: Finishe
         blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
     }
     left_out.sort_unstable();
-    Ok(Collected { blocks, left_out, origins, differing })
+    Ok(Collected { blocks, left_out, origins, differing, broken })
 }
 
 struct ShardStatistics {
@@ -89,7 +92,11 @@ impl ShardStatistics {
     }
 }
 
-type ServerStatistics = Vec<ShardStatistics>;
+#[derive(Default)]
+struct ServerStatistics {
+    shards: Vec<ShardStatistics>,
+    broken: Vec<ShardId>,
+}
 
 /// Collects the statistics of one server's shards. A broken stream is opened again, and the server then repeats
 /// its statistics.
@@ -102,9 +109,9 @@ async fn of_server(
     let mut owned = cluster.held_at(server, step);
     // Frozen shards have no gradient.
     owned.retain(|&shard| !cluster.layout.is_frozen(shard));
-    let mut statistics = ServerStatistics::with_capacity(owned.len());
+    let mut statistics = ServerStatistics::default();
     let mut backoff = Backoff::new();
-    while statistics.len() < owned.len() {
+    while statistics.shards.len() < owned.len() {
         let Err(fault) = stream(cluster, server, step, &owned, &mut statistics, &finished).await else {
             continue;
         };
@@ -152,7 +159,7 @@ async fn stream(
     let request = StatsRequest { job: cluster.job().to_string(), step: step.0, deadline_ms: left };
     let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
     let mut answers = peer.training().stats(request).await.map_err(fault)?.into_inner();
-    while statistics.len() < owned.len() {
+    while statistics.shards.len() < owned.len() {
         let Some(stats) = answers.message().await.map_err(fault)? else {
             let field = format!("statistics from {}", peer.address);
             return Err(Fault::new(
@@ -164,11 +171,12 @@ async fn stream(
             ));
         };
         let shard = ShardId(stats.shard);
-        let known = statistics.iter().any(|known| known.shard == shard);
+        statistics.broken = stats.broken.iter().copied().map(ShardId).collect();
+        let known = statistics.shards.iter().any(|known| known.shard == shard);
         if !known {
             let (origin, left_out) = (Origin(stats.origin), stats.left_out.clone());
             let blocks = blocks(cluster, owned, stats)?;
-            statistics.push(ShardStatistics { shard, blocks, left_out, origin });
+            statistics.shards.push(ShardStatistics { shard, blocks, left_out, origin });
         }
     }
     Ok(())

@@ -1510,6 +1510,9 @@ pub struct ShardStats {
     /// In a job with leave_out: the parameters that begin in this shard and got no gradient in this step, ascending.
     #[prost(uint32, repeated, tag = "4")]
     pub left_out: ::prost::alloc::vec::Vec<u32>,
+    /// In a job with replicas: shards of this server whose state differs from its checksums. The next decision gives them to their other holders.
+    #[prost(uint32, repeated, tag = "5")]
+    pub broken: ::prost::alloc::vec::Vec<u32>,
 }
 /// Statistics of one block of 65536 elements, taken of the summed gradient, which is still scaled.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]

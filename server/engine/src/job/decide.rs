@@ -91,6 +91,7 @@ impl Job {
             }
         }
         drop(machine);
+        self.check_reparable()?;
         self.protocol.notify();
         Ok((duplicate, work))
     }

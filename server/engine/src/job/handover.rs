@@ -175,6 +175,13 @@ impl Job {
         Ok(bytes)
     }
 
+    /// Compares a shard with its checksums before the last of its bytes is handed over: its next holder takes nothing that
+    /// has flipped here.
+    pub fn check_handed(&self, shard: ShardId) -> Result<(), Fault> {
+        let owned = self.protocol.machine().owned_index(shard)?;
+        self.check_blocks(owned, 0..self.share.blocks(owned))
+    }
+
     /// Copies bytes of a shard that [`Job::check_fetch`] has found ready.
     pub fn read_handed(
         &self,
@@ -248,6 +255,7 @@ impl Job {
     pub fn fetched(&self, awaited: &Awaited) -> Result<Vec<Work>, Fault> {
         self.protocol.check_alive()?;
         let (owned, version) = (self.protocol.machine().owned_index(awaited.shard)?, awaited.version);
+        self.tier.state.seal(owned);
         let is_exact = self.share.spec.max_delay == 0;
         // A spilled image that was sent lies on the drives by now.
         if !self.share.is_frozen(owned) && (is_exact || !self.images.are_spilled()) {

@@ -408,6 +408,7 @@ impl Job {
             let loaded = |older| self.share.trained().all(|owned| self.images.here(owned, older).is_some());
             durable.start(record, older.is_some_and(loaded))?;
         }
+        self.compute.blocks(self.share.opened().collect(), |owned| self.tier.state.seal(owned));
         let started = self.protocol.machine().loaded(record.clone());
         self.protocol.notify();
         started.map_err(|refusal| {

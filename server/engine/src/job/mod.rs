@@ -5,6 +5,7 @@
 //! thread. An event that asks for a computation returns it as [`Work`](crate::step::Work). One
 //! thread at a time performs a job's works, in order. All other calls return at once or wait with a deadline.
 
+mod broken;
 mod compute;
 mod decide;
 mod gradients;
@@ -22,7 +23,10 @@ mod work;
 
 use std::{
     collections::BTreeSet,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use longshore_proto::{Dtype, Formats, JobSpec, Layout, Placement, ServerId, ShardId};
@@ -66,6 +70,8 @@ pub struct Job {
     /// Shards whose memory is free, since other servers own them.
     released: Mutex<BTreeSet<OwnedShard>>,
     disk_bytes: u64,
+    /// Shards whose state has broken here since the job was opened.
+    broken: AtomicU64,
     /// Declared last, so that the observer in it is dropped last. A caller that sees the observer dropped
     /// knows that the job's memory and folders are free.
     pub protocol: Protocol,

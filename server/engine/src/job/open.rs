@@ -3,7 +3,7 @@
 
 use std::{
     path::Path,
-    sync::{Arc, Mutex, RwLock},
+    sync::{Arc, Mutex, RwLock, atomic::AtomicU64},
     vec::IntoIter,
 };
 
@@ -81,6 +81,7 @@ impl Job {
             reservation,
             released: Mutex::new(share.all().filter(|&owned| !share.is_opened(owned)).collect()),
             disk_bytes: need.disk,
+            broken: AtomicU64::new(0),
         };
         match recovered {
             Recovered::Nothing => {}

@@ -4,7 +4,7 @@ use std::{ops::Range, sync::atomic::Ordering};
 
 use longshore_proto::{Dtype, Fault, ShardId, Slice, Version, checksum::crc32};
 
-use super::{Job, images::Image};
+use super::{Job, compute::BLOCK, images::Image};
 use crate::{ids::OwnedShard, memory::SharedBytes, step::Refusal};
 
 /// Place of a slice of an image.
@@ -88,7 +88,13 @@ impl Job {
     ) -> Result<Option<Pulled<T>>, Fault> {
         let within = self.image_bytes(slice);
         let Some(owned) = self.ready(slice, version)? else { return Ok(None) };
-        let image = if self.share.is_frozen(owned) { None } else { self.images.here(owned, version) };
+        let image = if self.share.is_frozen(owned) {
+            let block = BLOCK * self.share.spec.image_dtype.bytes() as usize;
+            self.check_blocks(owned, within.start / block..within.end.div_ceil(block))?;
+            None
+        } else {
+            self.images.here(owned, version)
+        };
         let (bytes, crc32) = if let Some(image) = image {
             (here(&image, within.clone()), image.checksum(within.clone()))
         } else {

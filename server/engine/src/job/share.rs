@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use longshore_proto::{
-    Dtype, Epoch, Fault, JobSpec, Layout, NO_SERVER, Placement, Rank, ServerId, ShardId, Step,
+    BlockId, Dtype, Epoch, Fault, JobSpec, Layout, NO_SERVER, Placement, Rank, ServerId, ShardId, Step,
 };
 
 use super::compute::BLOCK;
@@ -82,6 +82,11 @@ impl Share {
 
     pub(super) fn blocks(&self, owned: OwnedShard) -> usize {
         self.elements(owned) / BLOCK
+    }
+
+    /// The number of a shard's block in the job.
+    pub(super) fn block(&self, owned: OwnedShard, index: usize) -> BlockId {
+        BlockId(self.layout.shard_blocks(self.shard(owned)).start + index as u32)
     }
 
     pub(super) fn contributors(&self, owned: OwnedShard) -> &[Rank] {

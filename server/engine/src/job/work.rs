@@ -21,7 +21,7 @@ use crate::{
     lock,
     memory::{Region, float::Standard},
     step::{Sum, Work},
-    tier::{Guard, StateMut, Turn, Unguarded},
+    tier::{Guard, Guarded, StateMut, Turn},
 };
 
 /// Most shards that are updated together, if the tier allows it. After each group the threads wait for each
@@ -42,6 +42,7 @@ struct Block<'a> {
     gradient: Gradient<'a>,
     state: StateMut<'a>,
     image: ImageMut<'a>,
+    guard: &'a dyn Guard,
 }
 
 impl Job {
@@ -107,8 +108,9 @@ impl Job {
         if !frozen {
             run.iter().for_each(|&owned| self.snapshots.take_before(self, owned, step));
         }
+        let whole = self.protocol.machine().whole(&run);
         if frozen || commit.skip {
-            for &owned in &run {
+            for &owned in &whole {
                 let carry = &mut || {
                     if !frozen {
                         self.images.carry(owned, step);
@@ -120,7 +122,7 @@ impl Job {
                 }
             }
         } else {
-            self.update_shards(&run, &commit, applied)?;
+            self.update_shards(&whole, &commit, applied)?;
         }
         self.gradients.give_back(&run, step);
         let mut machine = self.protocol.machine();
@@ -165,29 +167,38 @@ impl Job {
         };
         let version = commit.step.version();
         let mut images: Vec<_> = run.iter().map(|&owned| self.images.to_make(owned, version)).collect();
-        let mut compute = |states: Vec<StateMut<'_>>, guard: &dyn Guard| {
+        let mut damaged = Vec::new();
+        let mut compute = |states: Vec<Guarded<'_>>| {
             let shards = run.iter().zip(states).zip(&mut images).enumerate();
             let blocks = shards.map(|(index, ((&owned, state), image))| {
                 self.cut(owned, whole(index), state, image.overwrite())
             });
             let block = |mut block: Block<'_>| {
-                let index = block.index;
-                if let Turn::Go(number) = guard.begin(index, block.state.as_ref()) {
+                let (index, guard) = (block.index, block.guard);
+                let turn = guard.begin(index, block.state.as_ref());
+                if let Turn::Go(number) = turn {
                     self.update_block(&mut block, &constants, applied);
                     guard.end(index, number, block.state.as_ref(), block.image.bytes());
                 }
+                turn == Turn::Damaged
             };
-            self.compute.groups(blocks.collect(), block, || self.protocol.notify_owed());
+            damaged = self.compute.groups(blocks.collect(), block, || self.protocol.notify_owed());
         };
         match &self.tier.together {
-            Some(together) => together.update_run(run, &mut |states| compute(states, &Unguarded))?,
+            Some(together) => together.update_run(run, &mut compute)?,
             None => {
-                let update = &mut |state: StateMut<'_>, guard: &dyn Guard| compute(vec![state], guard);
+                let update = &mut |state: StateMut<'_>, guard: &dyn Guard| compute(vec![(state, guard)]);
                 self.tier.state.update(first, version, update)?;
             }
         }
-        images.iter_mut().for_each(|image| image.set(Some(version)));
-        drop((lone, sums));
+        let broken = damaged.iter().map(|blocks| blocks.iter().position(|&damaged| damaged));
+        let broken: Vec<Option<usize>> = broken.collect();
+        let made = images.iter_mut().zip(&broken).filter(|(_, broken)| broken.is_none());
+        made.for_each(|(image, _)| image.set(Some(version)));
+        drop((lone, sums, images));
+        for (&owned, block) in run.iter().zip(broken) {
+            block.map_or(Ok(()), |block| self.found_broken(owned, block).map(drop))?;
+        }
         fetched.into_iter().for_each(|gradient| self.gradients.give_gradient_back(gradient));
         Ok(())
     }
@@ -196,7 +207,7 @@ impl Job {
         &self,
         owned: OwnedShard,
         whole: Gradient<'a>,
-        state: StateMut<'a>,
+        (state, guard): Guarded<'a>,
         image: &'a mut Region,
     ) -> Vec<Block<'a>> {
         let first_block = self.share.layout.shard_range(self.share.shard(owned)).start / BLOCK_ELEMENTS;
@@ -207,6 +218,7 @@ impl Job {
             gradient: whole.slice(index * BLOCK..(index + 1) * BLOCK),
             state,
             image,
+            guard,
         });
         blocks.collect()
     }

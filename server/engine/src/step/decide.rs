@@ -118,6 +118,11 @@ impl Machine {
             return Err(Refusal::VersionTooNew { version, newest });
         }
         let (shard, step) = (&self.shards[owned.index()], Step(version.0));
+        if let Some(broken) = shard.broken
+            && (version > broken.image || shard.is_frozen())
+        {
+            return Err(self.broken_at(shard.shard, broken.block));
+        }
         // A replica has the version that it fetched, and is the owner if that one is lost.
         let is_fetched = self.spec.replicas > 1 && step.0 + 1 == shard.span.start && !shard.awaited;
         if !shard.span.contains(&step.0) && !is_fetched {

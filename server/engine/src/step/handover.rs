@@ -135,7 +135,7 @@ impl Machine {
             let held = !shard.span.is_empty() && shard.span.end == u64::MAX;
             match (held, placement.holds(server, shard.shard)) {
                 (false, true) => {
-                    (shard.span, shard.awaited) = (from.0..u64::MAX, true);
+                    (shard.span, shard.awaited, shard.broken) = (from.0..u64::MAX, true, None);
                     // Gradients that came before the loss of a source had the shard dropped here are of no use.
                     if self.spec.replicas > 1 && !shard.is_in_use() {
                         shard.slots.iter_mut().for_each(StepSlot::start_over);
@@ -228,6 +228,9 @@ impl Machine {
     pub fn check_fetch(&self, owned: OwnedShard, version: Version) -> Result<bool, Refusal> {
         self.check_not_loading()?;
         let shard = &self.shards[owned.index()];
+        if let Some(broken) = shard.broken {
+            return Err(self.broken_at(shard.shard, broken.block));
+        }
         if shard.span.end == version.0 + 1 || shard.lent == Some(version) {
             return Ok(shard.version == version && !shard.awaited);
         }
@@ -255,7 +258,7 @@ impl Machine {
         let is_handed = self.is_handed(owned) && !self.shards[owned.index()].is_in_use();
         if is_handed {
             let shard = &mut self.shards[owned.index()];
-            shard.span = NOT_OWNED;
+            (shard.span, shard.broken) = (NOT_OWNED, None);
             // A shard that was not handed over, since its source was lost, has gradients that nothing uses.
             shard.slots.iter_mut().for_each(StepSlot::start_over);
         }

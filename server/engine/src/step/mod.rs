@@ -1,6 +1,7 @@
 //! The step protocol as plain structs: events in, decisions out. No buffers, no threads, no clock.
 
 mod admit;
+mod broken;
 mod decide;
 mod handover;
 mod machine;

@@ -1,9 +1,10 @@
 //! Reasons why an event is refused: one variant for each, with the values that show it.
 
 use longshore_proto::{
-    ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, MicroStep, Origin, Rank, Reads, ServerId,
-    ShardId, Step, Version,
+    BlockId, ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, JobSpec, Layout, MicroStep, Origin,
+    Rank, Reads, ServerId, ShardId, Step, Version,
     fault::{ORIGIN, OWED, READS, READS_VERSION},
+    limits::BLOCK_ELEMENTS,
 };
 
 /// A refused event changes nothing.
@@ -19,6 +20,7 @@ pub enum Refusal {
     Left { rank: Rank, incarnation: Incarnation },
     NotOwned { shard: ShardId, shards: u32 },
     Elsewhere { shard: ShardId, step: Step, owner: ServerId },
+    Broken { shard: ShardId, block: BlockId, at: String, is_last: bool },
     NotContributor { contribution: Contribution, contributors: Vec<Rank> },
     Frozen { contribution: Contribution, param: String },
     WrongDtype { dtype: Dtype, expected: Dtype },
@@ -54,9 +56,22 @@ pub enum Refusal {
     OtherUpload { shard: ShardId, chunk: ChunkId, crc32: u32, earlier: u32 },
 }
 
+impl Refusal {
+    /// The refusal of a shard's state, by its first block that differs from its checksum.
+    pub(crate) fn broken(
+        (spec, layout): (&JobSpec, &Layout),
+        shard: ShardId,
+        block: BlockId,
+        is_last: bool,
+    ) -> Refusal {
+        let at = spec.name_element(layout, u64::from(block.0) * BLOCK_ELEMENTS);
+        Refusal::Broken { shard, block, at, is_last }
+    }
+}
+
 impl From<Refusal> for Fault {
     fn from(refusal: Refusal) -> Fault {
-        use FaultKind::{Conflict, Fenced, Invalid, NotFound, Precondition};
+        use FaultKind::{Conflict, Corrupt, Fenced, Invalid, NotFound, Precondition};
         match refusal {
             Refusal::Loading { missing } => Fault::new(
                 Precondition,
@@ -135,6 +150,16 @@ impl From<Refusal> for Fault {
                 format!("one of this server's at that step: it is {owner}'s"),
                 "send it to its owner: see placement in Admin.Describe",
             ),
+            Refusal::Broken { shard, block, at, is_last } => {
+                let limit = "the bytes that were written: a bit has flipped in this server's memory";
+                let remedy = match is_last {
+                    true => {
+                        "restore the last checkpoint, since no other server has the shard; then test this host's memory"
+                    }
+                    false => "ask the shard's other holder; if it repeats, test this host's memory",
+                };
+                Fault::new(Corrupt, "state", format!("{block} of {shard}, from {at} on"), limit, remedy)
+            }
             Refusal::Frozen { contribution, param } => Fault::new(
                 Invalid,
                 "shard",

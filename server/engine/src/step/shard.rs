@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use longshore_proto::{
-    ChunkId, ContributionChunk, Incarnation, MicroStep, Origin, Rank, ShardId, Step, Version,
+    BlockId, ChunkId, ContributionChunk, Incarnation, MicroStep, Origin, Rank, ShardId, Step, Version,
 };
 
 use super::{machine::Admission, refusal::Refusal};
@@ -48,6 +48,15 @@ pub(super) struct StepSlot {
     ranks: Vec<RankSlot>,
 }
 
+/// A shard whose state is lost in this server's memory. Its updates change nothing from then on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Broken {
+    /// The first block that differs from its checksum, by its number in the job.
+    pub(super) block: BlockId,
+    /// The last version whose image is whole.
+    pub(super) image: Version,
+}
+
 /// Progress of a shard in the protocol.
 #[derive(Clone, Debug)]
 pub(super) struct ShardProgress {
@@ -63,6 +72,8 @@ pub(super) struct ShardProgress {
     pub(super) awaited: bool,
     /// The version that a new replica has yet to get from here. Later updates wait for that.
     pub(super) lent: Option<Version>,
+    /// The state differs from its checksums, and the other holder goes on with the shard.
+    pub(super) broken: Option<Broken>,
     /// By step, modulo the number of slots.
     pub(super) slots: Vec<StepSlot>,
 }
@@ -322,6 +333,7 @@ impl ShardProgress {
             span: 0..u64::MAX,
             awaited: false,
             lent: None,
+            broken: None,
             slots,
         }
     }

@@ -98,17 +98,6 @@ pub trait Guard: Sync {
     fn end(&self, block: usize, number: usize, state: StateRef<'_>, image: &[u8]);
 }
 
-/// The guard of a tier that has nothing to do around a block.
-pub struct Unguarded;
-
-impl Guard for Unguarded {
-    fn begin(&self, _: usize, _: StateRef<'_>) -> Turn {
-        Turn::Go(0)
-    }
-
-    fn end(&self, _: usize, _: usize, _: StateRef<'_>, _: &[u8]) {}
-}
-
 /// The core, which every tier has. State is handed to closures, so that a tier can read it before and write
 /// it back after.
 pub trait Tier: Send + Sync {
@@ -135,6 +124,9 @@ pub trait Tier: Send + Sync {
     /// Frees the memory of a shard that another server owns by now. Its next load may come at any time.
     fn release(&self, _: OwnedShard) {}
 
+    /// Takes checksums of a shard whose state is whole now. The next updates compare them.
+    fn seal(&self, _: OwnedShard) {}
+
     /// Runs the update that makes `version` of a shard that is trained.
     fn update(
         &self,
@@ -144,10 +136,13 @@ pub trait Tier: Send + Sync {
     ) -> Result<(), Fault>;
 }
 
+/// A shard's state, and the hooks around the update of each block.
+pub type Guarded<'a> = (StateMut<'a>, &'a dyn Guard);
+
 /// A tier gives this if its state is all in memory and it has nothing to do around a shard's update.
 pub trait Together: Send + Sync {
     /// Runs the updates of several shards as one.
-    fn update_run(&self, run: &[OwnedShard], update: &mut dyn FnMut(Vec<StateMut<'_>>)) -> Result<(), Fault>;
+    fn update_run(&self, run: &[OwnedShard], update: &mut dyn FnMut(Vec<Guarded<'_>>)) -> Result<(), Fault>;
 }
 
 /// A tier gives this if the server's next process finds the state.

@@ -1,13 +1,20 @@
 //! The `memory` tier: state in anonymous huge pages. State is lost with the process, and the last checkpoint
 //! remains.
+//!
+//! A shard with a second holder has a checksum of each block. An update compares the block just before it changes it,
+//! while the block comes into cache anyway, and stores the next checksum just after. A bit that flipped in memory is so
+//! found before it spreads, and the other holder goes on with the shard.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicU64, Ordering},
+};
 
-use longshore_proto::{Fault, Version};
+use longshore_proto::{Fault, Version, limits::BLOCK_ELEMENTS};
 
 use super::{
-    Guard, Inputs, Opened, Recovered, Shape, StateMut, StateRef, Store, Tier, Together, Unguarded,
-    fault::exhausted,
+    Guard, Guarded, Inputs, Opened, Recovered, Shape, StateMut, StateRef, Store, Tier, Together, Turn,
+    fault::exhausted, record::crc64,
 };
 use crate::{
     ids::OwnedShard,
@@ -19,8 +26,13 @@ use crate::{
 pub(super) struct MemoryTier {
     shapes: Vec<Shape>,
     shards: Vec<Mutex<Shard>>,
+    /// By owned shard and block: the checksum of the block's state, or 0 where none is known. Without replicas a shard
+    /// has no checksums, since nothing could heal it.
+    sums: Vec<Sums>,
 }
 
+/// The checksums of one shard.
+type Sums = Box<[AtomicU64]>;
 type Shard = [Region; 3];
 
 pub(super) fn open(inputs: &Inputs<'_>, pool: &ThreadPool) -> Result<Opened, Fault> {
@@ -34,7 +46,12 @@ pub(super) fn open(inputs: &Inputs<'_>, pool: &ThreadPool) -> Result<Opened, Fau
     let bytes = [Slab::bytes_for(sizes.iter().copied()), Slab::bytes_for(touched.map(|(size, _)| *size))];
     let slab = Slab::allocate_sparse(bytes[0], bytes[1]).map_err(exhausted)?;
     let regions = slab.carve_touching(&sizes, |region| used[region / 3], pool).map_err(exhausted)?;
-    let tier = Arc::new(MemoryTier::of(regions, shapes));
+    let mut tier = MemoryTier::of(regions, shapes);
+    if inputs.spec.replicas > 1 {
+        let blocks = lengths.iter().map(|&length| length / BLOCK_ELEMENTS as usize);
+        tier.sums = blocks.map(|blocks| (0..blocks).map(|_| AtomicU64::new(0)).collect()).collect();
+    }
+    let tier = Arc::new(tier);
     let store = Store { together: Some(tier.clone()), ..Store::of(tier) };
     Ok(Opened { store, buffers: None, recovered: Recovered::Nothing })
 }
@@ -63,7 +80,26 @@ impl MemoryTier {
         {
             shards.push(Mutex::new([master, first, second]));
         }
-        MemoryTier { shapes, shards }
+        let sums = shapes.iter().map(|_| Sums::default()).collect();
+        MemoryTier { shapes, shards, sums }
+    }
+}
+
+/// Returns the checksum of a block's state. It is not 0.
+fn sum(state: StateRef<'_>) -> u64 {
+    crc64(state.arrays).max(1)
+}
+
+impl Guard for Sums {
+    fn begin(&self, block: usize, state: StateRef<'_>) -> Turn {
+        match self.get(block).map(|kept| kept.load(Ordering::Relaxed)) {
+            Some(kept) if kept != 0 && kept != sum(state) => Turn::Damaged,
+            _ => Turn::Go(0),
+        }
+    }
+
+    fn end(&self, block: usize, _: usize, state: StateRef<'_>, _: &[u8]) {
+        self.get(block).into_iter().for_each(|kept| kept.store(sum(state), Ordering::Relaxed));
     }
 }
 
@@ -75,14 +111,22 @@ fn sizes(lengths: &[usize], shapes: &[Shape]) -> Vec<usize> {
 impl Tier for MemoryTier {
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         let mut shard = lock(&self.shards[owned.index()]);
+        self.sums[owned.index()].iter().for_each(|kept| kept.store(0, Ordering::Relaxed));
         load(StateMut::new(self.shapes[owned.index()], shard.each_mut().map(Region::bytes_mut)));
         Ok(())
     }
 
     fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
         let shard = lock(&self.shards[owned.index()]);
-        read(StateRef::new(self.shapes[owned.index()], shard.each_ref().map(Region::bytes)));
+        let state = StateRef::new(self.shapes[owned.index()], shard.each_ref().map(Region::bytes));
+        read(state.guarded(&self.sums[owned.index()]));
         Ok(())
+    }
+
+    fn seal(&self, owned: OwnedShard) {
+        let (shard, sums) = (lock(&self.shards[owned.index()]), &self.sums[owned.index()]);
+        let state = StateRef::new(self.shapes[owned.index()], shard.each_ref().map(Region::bytes));
+        (0..sums.len()).for_each(|block| sums.end(block, 0, state.block(block), &[]));
     }
 
     fn release(&self, owned: OwnedShard) {
@@ -99,15 +143,18 @@ impl Tier for MemoryTier {
         _version: Version,
         update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault> {
-        self.load(owned, &mut |state| update(state, &Unguarded))
+        self.update_run(&[owned], &mut |states| {
+            states.into_iter().for_each(|(state, guard)| update(state, guard))
+        })
     }
 }
 
 impl Together for MemoryTier {
-    fn update_run(&self, run: &[OwnedShard], update: &mut dyn FnMut(Vec<StateMut<'_>>)) -> Result<(), Fault> {
+    fn update_run(&self, run: &[OwnedShard], update: &mut dyn FnMut(Vec<Guarded<'_>>)) -> Result<(), Fault> {
         let mut shards: Vec<_> = run.iter().map(|owned| lock(&self.shards[owned.index()])).collect();
         let states = shards.iter_mut().zip(run).map(|(shard, owned)| {
-            StateMut::new(self.shapes[owned.index()], shard.each_mut().map(Region::bytes_mut))
+            let state = StateMut::new(self.shapes[owned.index()], shard.each_mut().map(Region::bytes_mut));
+            (state, &self.sums[owned.index()] as &dyn Guard)
         });
         update(states.collect());
         Ok(())

@@ -18,8 +18,8 @@ mod stored;
 
 pub use claim::{Claim, give_up_missing};
 pub use contract::{
-    Durable, Guard, ImageAge, ImageStore, Interrupted, KeptMemory, KeptShard, Opened, Recovered, Store,
-    Taken, Tier, Together, Turn, Unguarded, WriteBehind,
+    Durable, Guard, Guarded, ImageAge, ImageStore, Interrupted, KeptMemory, KeptShard, Opened, Recovered,
+    Store, Taken, Tier, Together, Turn, WriteBehind,
 };
 pub use factory::{hands_over, keeps_buffers, need, open, places};
 pub use folder::Header;

@@ -6,6 +6,7 @@ use longshore_proto::{
     limits::BLOCK_ELEMENTS,
 };
 
+use super::contract::{Guard, Turn};
 use crate::kernels::{
     Code, Gradient, ImageMut, Isa, MasterMut, Moment, MomentMut, State, StateLow, decode, widen,
 };
@@ -34,10 +35,12 @@ pub struct StateMut<'a> {
 }
 
 /// Whole blocks of a shard for reading, in the form of [`StateMut`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct StateRef<'a> {
     shape: Shape,
     pub arrays: [&'a [u8]; ARRAYS],
+    /// Finds blocks that differ from their checksums. None where the tier compares blocks as it reads them.
+    guard: Option<&'a dyn Guard>,
 }
 
 impl Shape {
@@ -90,7 +93,7 @@ impl<'a> StateMut<'a> {
 
     pub fn as_ref(&self) -> StateRef<'_> {
         let [master, first, second] = &self.arrays;
-        StateRef { shape: self.shape, arrays: [master, first, second] }
+        StateRef { shape: self.shape, arrays: [master, first, second], guard: None }
     }
 
     pub fn blocks(self) -> impl Iterator<Item = StateMut<'a>> {
@@ -176,7 +179,17 @@ impl<'a> StateRef<'a> {
     pub fn new(shape: Shape, arrays: [&'a [u8]; ARRAYS]) -> StateRef<'a> {
         let blocks = arrays[0].len() / shape.block[0];
         assert_eq!(arrays.map(<[u8]>::len), shape.block.map(|bytes| bytes * blocks));
-        StateRef { shape, arrays }
+        StateRef { shape, arrays, guard: None }
+    }
+
+    /// The same state, whose blocks `guard` can compare.
+    pub(super) fn guarded(self, guard: &'a dyn Guard) -> StateRef<'a> {
+        StateRef { guard: Some(guard), ..self }
+    }
+
+    /// Returns false if a block differs from its checksum.
+    pub fn is_whole(&self, block: usize) -> bool {
+        self.guard.is_none_or(|guard| guard.begin(block, self.block(block)) != Turn::Damaged)
     }
 
     pub fn blocks(&self) -> usize {
@@ -193,7 +206,7 @@ impl<'a> StateRef<'a> {
             let bytes = self.shape.block[array];
             &self.arrays[array][index * bytes..(index + 1) * bytes]
         };
-        StateRef { shape: self.shape, arrays: [part(0), part(1), part(2)] }
+        StateRef { shape: self.shape, arrays: [part(0), part(1), part(2)], guard: None }
     }
 
     /// Hands one block of an array that the shard has to `with`, as f32.

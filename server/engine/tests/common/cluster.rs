@@ -428,6 +428,7 @@ impl Cluster {
                 job.write_fetched(&awaited, array, start, &bytes).unwrap();
             }
         }
+        source.check_handed(awaited.shard).unwrap();
         let (works, of_source) =
             (job.fetched(&awaited).unwrap(), source.arrived(awaited.shard, awaited.version).unwrap());
         self.works[server].extend(works);
@@ -499,10 +500,17 @@ impl Cluster {
     /// Returns a shard's image, None if it is not there yet, or the fault.
     pub(crate) fn image(&self, shard: ShardId, version: u64) -> Result<Option<Vec<u8>>, Fault> {
         let slice = Slice { shard, offset: 0, elements: self.layout.shard_len(shard) };
-        let owner = self.placement.owner_at(shard, Step(version)).0 as usize;
-        let job = &self.jobs[owner];
-        job.check_slice(&slice, self.spec.image_dtype)?;
-        Ok(job.copy_image(&slice, Version(version))?.map(|pulled| pulled.bytes))
+        let mut pulled = Ok(None);
+        for holder in self.placement.holders_at(shard, Step(version)) {
+            let job = &self.jobs[holder.0 as usize];
+            job.check_slice(&slice, self.spec.image_dtype)?;
+            pulled = job.copy_image(&slice, Version(version));
+            // Where a holder's state is broken, ranks ask the other one.
+            if !pulled.as_ref().is_err_and(|fault| fault.field == "state") {
+                break;
+            }
+        }
+        Ok(pulled?.map(|pulled| pulled.bytes))
     }
 
     /// Returns a shard's part of an array of the whole flat space with `size` bytes an element.

@@ -18,7 +18,7 @@ use super::{
     Purpose,
     staging::{Piece, Slot, Staging},
 };
-use crate::{ids::OwnedShard, lock, tier::StateRef};
+use crate::{ids::OwnedShard, lock, step::Refusal, tier::StateRef};
 
 /// Number of slots that the walk fills at once. A tier on drives reads the whole shard each time. These 64
 /// MiB hold the state of a whole shard of default size.
@@ -307,20 +307,30 @@ impl Copying {
         let (shard, first) = (job.share.shard(owned), *copied);
         let mut places = self.staging.places(&mut slots, job.share.blocks(owned) - first);
         let blocks = places.len();
-        let mut older = false;
+        let (mut older, mut broken) = (false, None);
         let with_images = self.purpose == Purpose::Checkpoint && blocks > 0;
         let read = job.with_images(with_images, owned, self.version, |image, older_image| {
             older = older_image.is_some();
             job.tier.state.read(owned, &mut |state| {
                 let captured = Captured { shard, state, image, older_image };
                 let places = std::mem::take(&mut places).into_iter().enumerate().collect();
-                job.compute.blocks(places, |(index, place): (usize, &mut [u8])| {
+                let are_whole = job.compute.blocks(places, |(index, place): (usize, &mut [u8])| {
                     (self.copy)(&captured, first + index, place);
+                    captured.state.is_whole(first + index)
                 });
+                broken = are_whole.iter().position(|is_whole| !is_whole);
             })
         });
         drop(places);
-        if let Err(fault) = read.and_then(|read| read) {
+        let found = broken.map_or(Ok(()), |block| {
+            let (share, block) = (&job.share, job.share.block(owned, first + block));
+            let fault = Fault::from(Refusal::broken((&share.spec, &share.layout), shard, block, false));
+            Err(Fault {
+                remedy: "ask again a few steps later: another server owns the shard by then".into(),
+                ..fault
+            })
+        });
+        if let Err(fault) = read.and_then(|read| read).and(found) {
             self.staging.end(fault);
             return;
         }

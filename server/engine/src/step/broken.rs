@@ -1,0 +1,62 @@
+//! Shards whose state is broken: a bit has flipped in this server's memory. The job's compute thread finds it at the next
+//! update of the block, and rank 0's next decision gives the shard to its other holder.
+//!
+//! Until that decision counts, this server takes the shard's gradients as before. Its updates change nothing, and pulls
+//! of later versions are refused, so that ranks ask the other holder.
+
+use longshore_proto::{BlockId, Handover, ShardId, Step};
+
+use super::{
+    machine::Machine,
+    refusal::Refusal,
+    shard::{Broken, ShardProgress},
+};
+use crate::ids::OwnedShard;
+
+impl Machine {
+    /// Notes a block of a shard that differs from its checksum. Returns true for the first one, and the refusal of the
+    /// shard's state. A shard that a decision has brought back meanwhile gets its state anew.
+    pub fn broke(&mut self, owned: OwnedShard, block: BlockId) -> (bool, Refusal) {
+        let shard = &mut self.shards[owned.index()];
+        let is_new = shard.broken.is_none() && !shard.awaited;
+        if is_new {
+            shard.broken = Some(Broken { block, image: shard.version });
+        }
+        let shard = shard.shard;
+        (is_new, self.broken_at(shard, block))
+    }
+
+    /// The shards of this server whose state is broken.
+    pub fn broken(&self) -> Vec<ShardId> {
+        self.shards.iter().filter(|shard| shard.broken.is_some()).map(|shard| shard.shard).collect()
+    }
+
+    /// The shards of a run whose state is not broken.
+    pub fn whole(&self, run: &[OwnedShard]) -> Vec<OwnedShard> {
+        run.iter().copied().filter(|owned| self.shards[owned.index()].broken.is_none()).collect()
+    }
+
+    /// Returns the refusal of a broken shard whose state no other server has, or of which another server awaits it from
+    /// here: the job cannot go on.
+    pub fn irreparable(&self) -> Option<Refusal> {
+        let mut broken = self.shards.iter().filter_map(|shard| Some((shard, shard.broken?)));
+        let (shard, broken) = broken.find(|(shard, _)| self.is_last(shard))?;
+        Some(Refusal::broken((&self.spec, &self.layout), shard.shard, broken.block, true))
+    }
+
+    fn is_last(&self, progress: &ShardProgress) -> bool {
+        let (placement, shard, end) = (&self.placement, progress.shard, progress.span.end);
+        let is_awaited = |of: &Handover| {
+            let next = if of.is_replica { placement.replica(shard) } else { Some(placement.owner(shard)) };
+            let held = |next| placement.holders_at(shard, Step(end - 1)).any(|holder| holder == next);
+            (of.shard, of.before, of.from_step) == (shard, self.server, Step(end))
+                && next.is_some_and(|next| !held(next))
+        };
+        let is_lone = placement.owner(shard) == self.server && placement.replica(shard).is_none();
+        is_lone || progress.lent.is_some() || placement.handovers.iter().any(is_awaited)
+    }
+
+    pub(super) fn broken_at(&self, shard: ShardId, block: BlockId) -> Refusal {
+        Refusal::broken((&self.spec, &self.layout), shard, block, false)
+    }
+}
