@@ -282,7 +282,7 @@ async fn receive(
     }
 }
 
-/// Checks that a server has not lost versions since it was joined. The server may have died before this stream began, which then
+/// Checks that a server has not lost versions since it was joined. A stream that begins after the server's restart
 /// never breaks.
 async fn check_not_behind(cluster: &Cluster, server: ServerId, least: Version) -> Result<(), Fault> {
     let answer = cluster.describe(server, false, cluster.options.deadline).await;

@@ -103,7 +103,8 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
     })
 }
 
-/// Joins all servers, rank 0 without a change of the number of ranks, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
+/// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
+/// Rank 0 leaves the number of ranks as it is: a server that is behind may need the contributions of the ranks before.
 /// On rank 0, different versions mean that a server has died since the takeover, with a version that it had not
 /// kept. Rank 0 then takes over once more.
 ///
