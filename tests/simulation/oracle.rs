@@ -56,9 +56,11 @@ pub(crate) enum Plant {
     FreedAtOnce,
     /// A server misses that a decision changes the owners of shards.
     ChangeForgotten,
+    /// Ranks join without a comparison of how many there are.
+    WorldSizeIgnored,
 }
 
-pub(crate) const PLANTS: [Plant; 19] = [
+pub(crate) const PLANTS: [Plant; 20] = [
     Plant::AcknowledgedUnstored,
     Plant::OriginIgnored,
     Plant::DurableAtOnce,
@@ -78,6 +80,7 @@ pub(crate) const PLANTS: [Plant; 19] = [
     Plant::FetchTooEarly,
     Plant::FreedAtOnce,
     Plant::ChangeForgotten,
+    Plant::WorldSizeIgnored,
 ];
 
 /// A decided version: its number, and who decided it.

@@ -514,7 +514,8 @@ impl Server {
             self.note(|| format!("{rank} fenced by {incarnation} at {}", progress.version));
             return Ok(v1::JoinResponse { progress: Some(progress), ..Default::default() });
         }
-        let world_size = Some(request.world_size).filter(|&world_size| world_size != 0);
+        let is_ignored = rank != Rank(0) && self.oracle.has(Plant::WorldSizeIgnored);
+        let world_size = Some(request.world_size).filter(|&world_size| world_size != 0 && !is_ignored);
         let check = |instance: &mut Instance| {
             let progress = progress(&instance.machine);
             let ranks = instance.machine.world_size();
