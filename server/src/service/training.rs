@@ -36,6 +36,8 @@ use crate::{
 /// Longest wait for the checkpoint folder while a job is opened. A restarting file server is silent for some seconds,
 /// and workers wait 60 s for a job to open.
 const FOLDER_PATIENCE: Duration = Duration::from_secs(10);
+/// Longest wait of a Join for rank 0 to say another number of ranks.
+const RANK_0_PATIENCE: Duration = Duration::from_secs(2);
 /// Time after which a server gives up a job that it has left, though no rank 0 has said so.
 const RETIRING: Duration = Duration::from_secs(600);
 
@@ -232,16 +234,20 @@ impl Services {
             let joined = handle.job.join(rank, incarnation, world_size)?;
             Ok(joined.then(|| Progress { world_size: handle.job.progress().world_size, ..progress }))
         };
+        // The rank asks again until its own deadline, and then says why it waited.
+        let waits_for = |of: u32| rank != Rank(0) && world_size.is_some_and(|world_size| world_size != of);
         let late = || match handle.job.progress().world_size {
-            before if world_size.is_some_and(|world_size| world_size != before) => {
+            of if waits_for(of) => {
                 let value = format!("{} on {rank}", request.world_size);
                 let remedy =
                     "start all ranks anew with the same number of them, rank 0 too, as torchrun does";
-                Fault::new(FaultKind::Deadline, "world_size", value, format!("{before}, rank 0's"), remedy)
+                Fault::new(FaultKind::Unavailable, "world_size", value, format!("{of}, rank 0's"), remedy)
             }
             _ => handle.late("join", rank),
         };
-        let progress = handle.until(default_deadline(), join, late).await?;
+        let is_early = waits_for(handle.job.progress().world_size);
+        let deadline = if is_early { Instant::now() + RANK_0_PATIENCE } else { default_deadline() };
+        let progress = handle.until(deadline, join, late).await?;
         self.fences.send_modify(|count| *count += 1);
         let job = Arc::clone(&handle.job);
         blocking(move || job.protocol.keep_joined()).await?;

@@ -125,6 +125,15 @@ def test_a_job_has_room_for_the_ranks_that_it_names() -> None:
         phase(servers, "large", 2, 0, max_ranks=1)
 
 
+def test_a_rank_of_another_number_says_which() -> None:
+    with several(1) as servers:
+        options: Any = {"servers": servers, "job": "two", **SHARDS}
+        with longshore.AdamW(built(None).named_parameters(), rank=0, world_size=1, max_ranks=2, **options) as alone:
+            alone.open()
+            with pytest.raises(errors.RefusedError, match="world_size is 2 on rank 1, but must be 1, rank 0's: start all ranks anew"):
+                longshore.AdamW(built(None).named_parameters(), rank=1, world_size=2, deadline=3.0, **options)
+
+
 #: A rank of torchrun. Rank 1 of two stays away after its third step, as a host that is lost.
 RANK = """
 import os, sys, time, torch, longshore

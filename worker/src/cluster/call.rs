@@ -67,23 +67,19 @@ impl Cluster {
         let (deadline, recovery) = patience;
         let (mut end, mut give_up) = (Instant::now() + deadline, None);
         let recovered = Instant::now() + recovery;
-        let mut backoff = Backoff::new();
+        let (mut backoff, mut refused) = (Backoff::new(), None);
         loop {
             let (peer, begun) = (&self.peers[server], Instant::now());
             let fault = match host::timeout_at(end, request(peer.clone())).await {
                 Ok(Ok(response)) => return Ok(response.into_inner()),
                 Ok(Err(status)) => fault_from_status(&status, &peer.address),
-                Err(_) => {
+                // The last refusal says more than the time.
+                Err(_) => refused.take().unwrap_or_else(|| {
+                    let value = format!("unanswered after {deadline:?}");
                     let remedy =
                         "see what the server waits for with `longshore status`, or raise the deadline";
-                    Fault::new(
-                        FaultKind::Deadline,
-                        call,
-                        format!("unanswered after {deadline:?}"),
-                        "answered",
-                        remedy,
-                    )
-                }
+                    Fault::new(FaultKind::Deadline, call, value, "answered", remedy)
+                }),
             };
             let retry = fault.kind == FaultKind::Unavailable;
             if recovers(&fault) && backoff.pause(recovered).await {
@@ -99,6 +95,7 @@ impl Cluster {
                 return Err(self.explain(server, call, step, fault));
             }
             tracing::debug!(server = peer.address, call, %fault, "the call failed, trying again");
+            refused = Some(fault);
         }
     }
 

@@ -1470,7 +1470,7 @@ pub struct JoinRequest {
     #[prost(bool, tag = "4")]
     pub fence_only: bool,
     /// The number of ranks that take part, this one among them; at most the spec's. Rank 0's counts: steps not decided yet then
-    /// begin anew, and the other ranks join again. Their Join waits until rank 0 has said the same. 0 leaves the number as it is.
+    /// begin anew, and the other ranks join again. Their Join is UNAVAILABLE until rank 0 has said the same. 0 leaves it as it is.
     #[prost(uint32, tag = "5")]
     pub world_size: u32,
 }

@@ -39,7 +39,10 @@ impl Job {
             }
         }
         drop(machine);
-        self.protocol.notify();
+        // A join that waits is tried again after each change.
+        if is_bound || is_resized {
+            self.protocol.notify();
+        }
         Ok(joined)
     }
 
