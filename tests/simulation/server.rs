@@ -536,7 +536,9 @@ impl Server {
             progress = self.with(|instance| Ok(self::progress(&instance.machine)))?;
         }
         self.note(|| format!("{rank} joined as {incarnation} at {}", progress.version));
-        let joined_at = self.with(|instance| Ok(instance.machine.joined(rank).map(|joined| joined.at.0)))?;
+        let is_late = self.oracle.has(Plant::JoinAnswersLate);
+        let said = |joined: Joined| if is_late { progress.version } else { joined.at.0 };
+        let joined_at = self.with(|instance| Ok(instance.machine.joined(rank).map(said)))?;
         Ok(v1::JoinResponse { progress: Some(progress), memfd: None, joined_at })
     }
 
