@@ -10,7 +10,7 @@ use longshore_proto::{Fault, Rank, Step, Version};
 
 use super::{
     gradients::GradientStore,
-    state::{StateMut, StateRef},
+    state::{Guard, Guarded, StateMut, StateRef},
 };
 use crate::{
     ids::OwnedShard,
@@ -78,26 +78,6 @@ pub struct KeptShard {
     pub summed: [Step; 2],
 }
 
-/// Verdict of a guard on the update of one block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
-    /// Update the block, then hand this number to [`Guard::end`].
-    Go(usize),
-    /// Leave the block alone: it was updated to this version before the server died.
-    Done,
-    /// Leave the block alone: its bytes differ from the written ones.
-    Damaged,
-}
-
-/// A tier's hooks around the update of each block. The updating thread calls them while the block is in its
-/// cache.
-pub trait Guard: Sync {
-    fn begin(&self, block: usize, state: StateRef<'_>) -> Turn;
-
-    /// `image` is the block's new image.
-    fn end(&self, block: usize, number: usize, state: StateRef<'_>, image: &[u8]);
-}
-
 /// The core, which every tier has. State is handed to closures, so that a tier can read it before and write
 /// it back after.
 pub trait Tier: Send + Sync {
@@ -135,9 +115,6 @@ pub trait Tier: Send + Sync {
         update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
     ) -> Result<(), Fault>;
 }
-
-/// A shard's state, and the hooks around the update of each block.
-pub type Guarded<'a> = (StateMut<'a>, &'a dyn Guard);
 
 /// A tier gives this if its state is all in memory and it has nothing to do around a shard's update.
 pub trait Together: Send + Sync {

@@ -18,12 +18,12 @@ mod stored;
 
 pub use claim::{Claim, give_up_missing};
 pub use contract::{
-    Durable, Guard, Guarded, ImageAge, ImageStore, Interrupted, KeptMemory, KeptShard, Opened, Recovered,
-    Store, Taken, Tier, Together, Turn, WriteBehind,
+    Durable, ImageAge, ImageStore, Interrupted, KeptMemory, KeptShard, Opened, Recovered, Store, Taken, Tier,
+    Together, WriteBehind,
 };
 pub use factory::{hands_over, keeps_buffers, need, open, places};
 pub use folder::Header;
 pub use gradients::{GradientId, GradientStore, Kind, Moved, Transfer};
-pub use state::{Shape, StateMut, StateRef};
+pub use state::{Guard, Guarded, Shape, StateMut, StateRef, Turn};
 pub use storage::{DEFAULT_BUFFERS, Inputs, Spill, Storage, StoreNeed};
 pub use stored::{Stored, StoredJob, delete_stored, finish_interrupted, stored_jobs};

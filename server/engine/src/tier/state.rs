@@ -6,7 +6,6 @@ use longshore_proto::{
     limits::BLOCK_ELEMENTS,
 };
 
-use super::contract::{Guard, Turn};
 use crate::kernels::{
     Code, Gradient, ImageMut, Isa, MasterMut, Moment, MomentMut, State, StateLow, decode, widen,
 };
@@ -81,6 +80,29 @@ impl Shape {
         self.arrays(elements).iter().sum()
     }
 }
+
+/// Verdict of a guard on the update of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// Update the block, then hand this number to [`Guard::end`].
+    Go(usize),
+    /// Leave the block alone: it was updated to this version before the server died.
+    Done,
+    /// Leave the block alone: its bytes differ from the written ones.
+    Damaged,
+}
+
+/// A tier's hooks around the update of each block. The updating thread calls them while the block is in its
+/// cache.
+pub trait Guard: Sync {
+    fn begin(&self, block: usize, state: StateRef<'_>) -> Turn;
+
+    /// `image` is the block's new image.
+    fn end(&self, block: usize, number: usize, state: StateRef<'_>, image: &[u8]);
+}
+
+/// A shard's state, and the hooks around the update of each block.
+pub type Guarded<'a> = (StateMut<'a>, &'a dyn Guard);
 
 impl<'a> StateMut<'a> {
     /// # Panics

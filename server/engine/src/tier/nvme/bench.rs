@@ -12,8 +12,9 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::{
     super::{
-        contract::{Durable, Tier, Turn, WriteBehind},
+        contract::{Durable, Tier, WriteBehind},
         fault::io,
+        state::Turn,
         storage::{Inputs, Storage},
     },
     NvmeTier,

@@ -55,11 +55,11 @@ pub(super) use self::{
     open::{need, open},
 };
 use super::{
-    contract::{Durable, Guard, Taken, Tier, Turn, WriteBehind},
+    contract::{Durable, Taken, Tier, WriteBehind},
     fault::{corrupt, internal},
     folder::{Folder, paths},
     record::crc64,
-    state::{StateMut, StateRef},
+    state::{Guard, StateMut, StateRef, Turn},
     stored::remove_all,
 };
 use crate::{

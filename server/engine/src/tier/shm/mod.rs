@@ -25,11 +25,11 @@ pub(super) use self::{
 };
 use self::{records::damaged, undo::Undo};
 use super::{
-    contract::{ComputedWith, Durable, Guard, KeptMemory, Tier},
+    contract::{ComputedWith, Durable, KeptMemory, Tier},
     folder::{Folder, Watch},
     memory::MemoryTier,
     record::crc64,
-    state::{StateMut, StateRef},
+    state::{Guard, StateMut, StateRef},
     stored::remove_all,
 };
 use crate::{

@@ -15,8 +15,8 @@ use crate::{
     memory::Region,
     threads::ThreadPool,
     tier::{
-        contract::{Guard, Tier, Turn},
-        state::StateRef,
+        contract::Tier,
+        state::{Guard, StateRef, Turn},
     },
 };
 
