@@ -6,7 +6,7 @@ use std::{fs::OpenOptions, os::unix::fs::FileExt, path::Path, time::Instant};
 use bytes::Bytes;
 use longshore_proto::{
     Commit, Correction, Dtype,
-    FaultKind::{self, Corrupt, Invalid, NotFound, Precondition},
+    FaultKind::{self, Corrupt, Fenced, Invalid, NotFound, Precondition},
     Incarnation, JobSpec, Layout, Param, ShardId,
     checksum::crc32,
     limits::PROTOCOL,
@@ -22,7 +22,7 @@ use longshore_tests::{
     },
 };
 use longshore_wire::{
-    Wire,
+    Author, Wire,
     v1::{self, Phase},
 };
 use longshore_worker::{Error, Session};
@@ -211,6 +211,35 @@ fn a_checkpoint_that_fails_before_its_job_is_open_is_not_the_jobs() {
     let fault = seal("ghost", "last").expect_err("parts that are none");
     let failure = server.describe("ghost").checkpoints.expect("the open job's").failure;
     assert!(failure == fault.to_string() && !failure.contains('\n'), "{failure:?}");
+}
+
+/// A rank 0 whose successor has joined writes, seals and discards no checkpoint.
+#[test]
+fn a_replaced_rank_0_touches_no_checkpoint() {
+    let cluster = Cluster::start(1);
+    let (spec, layout) = one_shard("replaced", 33);
+    let server = loaded(&cluster, &spec, &layout);
+    let newest = server.join("replaced", 0, INCARNATION.0 + 1);
+    newest.expect("a join");
+    let [old, new] = [0, 1].map(|after| Author::Rank(Incarnation(INCARNATION.0 + after)));
+    let (job, name) = ("replaced".to_string(), "first".to_string());
+    let write = |author: Author| {
+        let request = v1::CheckpointRequest { job: job.clone(), name: name.clone(), ..Default::default() };
+        server.call(server.admin.clone().checkpoint(author.sign(request)))
+    };
+    let seal = |author: Author, parts: Vec<String>| {
+        let request = v1::SealCheckpointRequest { job: job.clone(), name: name.clone(), parts };
+        server.call(server.admin.clone().seal_checkpoint(author.sign(request)))
+    };
+    let discard = |author: Author| {
+        let request = v1::DiscardCheckpointRequest { job: job.clone(), name: name.clone() };
+        server.call(server.admin.clone().discard_checkpoint(author.sign(request)))
+    };
+    assert_fault(write(old), Fenced, "incarnation", "7", "8");
+    let part = write(new).expect("a part").part;
+    assert_fault(seal(old, vec![part.clone()]), Fenced, "incarnation", "7", "8");
+    assert_fault(discard(old), Fenced, "incarnation", "7", "8");
+    seal(new, vec![part]).expect("the part is still there");
 }
 
 /// A server of two cannot read its part. The other server must end with neither a half-restored job nor none

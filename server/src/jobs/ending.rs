@@ -208,7 +208,31 @@ async fn gone(mut changes: watch::Receiver<u64>) {
 mod tests {
     use std::sync::Arc;
 
+    use futures_util::FutureExt;
+    use longshore_proto::{Incarnation, JobName, Version};
+
+    use super::StepBack;
     use crate::jobs::tests::{jobs, wanted};
+
+    #[tokio::test]
+    async fn a_step_back_whose_caller_is_gone_at_its_turn_does_nothing() {
+        let jobs = jobs();
+        let (_, handle) = Arc::clone(&jobs).open(wanted("run", None), false).await.unwrap();
+        let name = JobName::parse("job", "run").unwrap();
+        let step_back = || {
+            let to =
+                StepBack { incarnation: Incarnation(7), version: Version(0), decided_by: Incarnation(0) };
+            Arc::clone(&jobs).step_back("run", to)
+        };
+        let fenced_by = || handle.job.protocol.ranks()[0].incarnation;
+        let turn = jobs.turns.take(&name).await.unwrap();
+        assert!(step_back().now_or_never().is_none());
+        drop(turn);
+        jobs.turns.take(&name).await.unwrap();
+        assert_eq!(fenced_by(), None);
+        step_back().await.unwrap();
+        assert_eq!(fenced_by(), Some(Incarnation(7)));
+    }
 
     #[tokio::test]
     async fn a_late_deletion_leaves_a_later_job_of_the_name() {

@@ -235,3 +235,36 @@ impl Drop for Presence {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use longshore_wire::direct::{Bounds, Direct};
+    use tokio::net::UnixStream;
+    use tonic::transport::server::Connected;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn an_identity_without_a_quota_has_the_share_of_one_owner() {
+        let (bounds, presences) = (Arc::new(Bounds::default()), Arc::<Presences>::default());
+        bounds.allow(2);
+        let connect = || {
+            let (socket, other) = UnixStream::pair().unwrap();
+            let (direct, standing) = Direct::serve(socket, &bounds, None);
+            (direct.connect_info(), direct, standing, other)
+        };
+        let mut connections: Vec<_> = (0..3).map(|_| connect()).collect();
+        let admit = |connection: &Connection, quota: &Quota| presences.admit(connection, "team", quota);
+        let none = Quota::default();
+        for (connection, ..) in &connections[..2] {
+            assert_eq!((admit(connection, &none), admit(connection, &none)), (Ok(()), Ok(())));
+        }
+        let third = connections.pop().unwrap();
+        assert_eq!(admit(&third.0, &none).unwrap_err().field, "quota.connections");
+        assert_eq!(presences.admit(&third.0, "operator", &none), Ok(()), "each identity has its own");
+        assert_eq!(admit(&third.0, &Quota { connections: Some(3), ..none }), Ok(()));
+        assert_eq!(presences.of("team"), 3);
+        drop((third, connections));
+        assert_eq!(presences.of("team"), 0);
+    }
+}

@@ -206,6 +206,12 @@ def test_names_of_two_models_get_a_prefix() -> None:
         longshore.AdamW([*first.named_parameters(), *second.named_parameters()]).open()
 
 
+def test_a_parameter_that_is_given_twice_is_no_tied_one() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(errors.InvalidError, match="given twice in one group, as .* before, but must be given once: leave one of them out"):
+        longshore.AdamW([weight, weight], lr=1e-3).open()
+
+
 def test_a_job_without_a_name_on_servers_is_named_in_a_warning(servers: str) -> None:
     model, _ = pair("mlp")
     with pytest.warns(UserWarning, match=r"no job= was given, so this one is torch-.*longshore delete"):
