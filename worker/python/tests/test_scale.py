@@ -1,8 +1,12 @@
-"""A job moves to another server while a script trains, and keeps its bits."""
+"""A job moves to other servers, while a script trains or by a checkpoint, and keeps its bits."""
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+from conftest import running
 
 import longshore
 
@@ -36,4 +40,37 @@ def test_a_script_moves_its_job_and_the_first_server_stops() -> None:
     with second:
         found = train(first.address, move)
     for known, moved in zip(expected, found, strict=True):
+        assert torch.equal(known, moved)
+
+
+def test_a_handle_takes_its_job_to_more_servers(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(512, 512)
+    inputs = torch.randn(4, 512)
+
+    def steps(servers: list[str], number: int, handle: Any = None) -> Any:
+        options: Any = {"servers": servers, "job": "grows", "shard_elements": 64 * 1024}
+        with longshore.AdamW(model.named_parameters(), lr=1e-3, **options) as optimizer:
+            if handle is not None:
+                optimizer.load_state_dict(handle)
+            for _ in range(number):
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+            optimizer.flush()
+            if handle is not None or len(servers) == 1:
+                return optimizer.version
+            optimizer.checkpoint("before")
+            return optimizer.state_dict()
+
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(running("--checkpoint-dir", str(tmp_path))) for _ in range(3)]
+        handle = steps(servers[:2], 3)
+        assert steps(servers, 2, handle) == 5
+        found = [weights.clone() for weights in model.parameters()]
+    torch.manual_seed(1)
+    model = torch.nn.Linear(512, 512)
+    with longshore.Server() as alone:
+        steps([alone.address], 5)
+    for known, moved in zip(model.parameters(), found, strict=True):
         assert torch.equal(known, moved)
