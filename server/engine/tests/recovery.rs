@@ -25,7 +25,7 @@ fn shape(world_size: u32, micro_steps: u32, max_delay: u32) -> JobSpec {
 }
 
 fn step_gradients(spec: &JobSpec, seed: u64) -> Vec<Vec<u8>> {
-    (0..spec.contributions()).map(|index| gradient(spec, seed * 100 + index, 1.0)).collect()
+    (0..spec.contributions(spec.world_size)).map(|index| gradient(spec, seed * 100 + index, 1.0)).collect()
 }
 
 fn reference(spec: &JobSpec, steps: &[&Vec<Vec<u8>>]) -> String {

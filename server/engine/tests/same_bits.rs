@@ -166,8 +166,8 @@ impl Run {
         let mut images = vec![end.image.clone()];
         let clips = noise.one_in(2);
         for step in 1..=steps {
-            let bad = noise.one_in(5).then(|| noise.below(spec.contributions() as usize));
-            let mut of_step: Vec<_> = (0..spec.contributions() as usize)
+            let bad = noise.one_in(5).then(|| noise.below(spec.contributions(spec.world_size) as usize));
+            let mut of_step: Vec<_> = (0..spec.contributions(spec.world_size) as usize)
                 .map(|index| contribution(&mut noise, &spec, bad == Some(index)))
                 .collect();
             // Some parameters get no gradient from any rank, and some none from some ranks.
@@ -230,7 +230,7 @@ fn decide(
     squares: &[f64],
     clips: bool,
 ) -> Commit {
-    let gradient_scale = loss_scale * spec.contributions() as f64;
+    let gradient_scale = loss_scale * spec.contributions(spec.world_size) as f64;
     let norm = squares.iter().sum::<f64>().sqrt() / gradient_scale;
     let clip_coefficient = if clips && norm.is_finite() { (0.7 / (norm + 1e-6)).min(1.0) } else { 1.0 };
     let rates: Vec<f64> = spec.groups.iter().map(|_| noise.between(0.0, 0.01)).collect();

@@ -161,11 +161,6 @@ impl Cluster {
         Peer::connect(address, self.credentials.as_ref(), connections, self.pace.as_ref(), time).await
     }
 
-    /// Contributions to a step from all ranks together, a factor of the commit's gradient scale.
-    pub(crate) fn contributions(&self) -> u64 {
-        u64::from(self.options.world_size) * u64::from(self.spec().micro_steps)
-    }
-
     pub(crate) fn spec(&self) -> &JobSpec {
         &self.options.spec
     }

@@ -104,7 +104,8 @@ impl Driver {
         self.follow(step).await?;
         let Collected { blocks, left_out, origins, differing, broken } =
             self.patiently("the contributions of all ranks", step, stats).await?;
-        let gradient_scale = work.loss_scale * self.cluster.contributions() as f64;
+        let contributions = self.cluster.spec().contributions(self.cluster.options.world_size);
+        let gradient_scale = work.loss_scale * contributions as f64;
         let shares = self.cluster.spec().block_shares(&self.cluster.layout);
         let decision = decide(&blocks, &shares, self.options.clip, gradient_scale);
         let event = self.scaler.update(decision.skip);

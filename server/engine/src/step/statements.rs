@@ -131,7 +131,7 @@ impl Machine {
             (None, Known::OneOf { scales, .. }) => scales,
             (None, Known::Anything) => return Ok(()),
         };
-        let contributions = u64::from(self.world_size) * u64::from(self.spec.micro_steps);
+        let contributions = self.spec.contributions(self.world_size);
         let fits = |scale: &f64| {
             let expected = scale * contributions as f64;
             (commit.gradient_scale - expected).abs() <= expected * ROUNDING

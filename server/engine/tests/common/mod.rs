@@ -82,7 +82,7 @@ pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
     Commit {
         step: Step(step),
         skip: false,
-        gradient_scale: spec.contributions() as f64,
+        gradient_scale: spec.contributions(spec.world_size) as f64,
         clip_coefficient: 1.0,
         correction: Correction::None,
         left_out: Vec::new(),

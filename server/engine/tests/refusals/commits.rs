@@ -131,7 +131,7 @@ fn a_step_is_decided_once() {
 fn a_decision_must_fit_its_gradient() {
     for spec in [small(), longshore_proto::JobSpec { world_size: 1, micro_steps: 1, ..small() }] {
         let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
-        let contributions = spec.contributions();
+        let contributions = spec.contributions(spec.world_size);
         let mut flats: Vec<_> = (0..contributions).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
         cluster.step(&flats, &Commit { loss_scale: 1.0, ..commit(&spec, 1) });
         // This is element 100 of the flat space, in shard 0.

@@ -26,7 +26,8 @@ fn without(spec: &JobSpec, flat: &[u8], param: usize) -> Vec<u8> {
 fn a_decision_leaves_out_what_got_no_gradient() {
     let spec = JobSpec { leave_out: true, ..small() };
     let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
-    let flats: Vec<_> = (0..spec.contributions()).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
+    let flats: Vec<_> =
+        (0..spec.contributions(spec.world_size)).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
     let nothing: Vec<_> = flats.iter().map(|flat| without(&spec, flat, 0)).collect();
     cluster.push(1, &nothing);
     let owner = cluster.owner(ShardId(0));
@@ -79,7 +80,8 @@ fn a_decision_leaves_out_what_got_no_gradient() {
 #[test]
 fn a_decision_that_one_server_has_applied_is_completed_on_the_other() {
     let spec = JobSpec { leave_out: true, ..small() };
-    let flats: Vec<_> = (0..spec.contributions()).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
+    let flats: Vec<_> =
+        (0..spec.contributions(spec.world_size)).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
     let nothing: Vec<_> = flats.iter().map(|flat| without(&spec, flat, 0)).collect();
     let start = |flats: &[Vec<u8>]| {
         let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
@@ -113,8 +115,9 @@ fn a_decision_that_one_server_has_applied_is_completed_on_the_other() {
 fn a_job_that_was_not_asked_to_leaves_nothing_out() {
     let spec = small();
     let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
-    let flats: Vec<_> =
-        (0..spec.contributions()).map(|seed| without(&spec, &super::gradient(&spec, seed, 1.0), 0)).collect();
+    let flats: Vec<_> = (0..spec.contributions(spec.world_size))
+        .map(|seed| without(&spec, &super::gradient(&spec, seed, 1.0), 0))
+        .collect();
     cluster.push(1, &flats);
     let fault = cluster.commit(&Commit { left_out: vec![left(0, 1, true)], ..commit(&spec, 1) }).unwrap_err();
     check(&fault, (Invalid, "commit.left_out[0].now", &["false", "without leave_out"]));
