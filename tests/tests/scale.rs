@@ -211,20 +211,37 @@ fn servers_with_images_and_gradients_on_drives_come_and_go() {
 }
 
 /// Shards of a server that leaves go to servers that never had them.
+fn shrinks(tier: &str, more: &[&str], flags: &[&str]) {
+    let train = Train::new(STEPS).args(["--layers", "3"]).args(more);
+    let drives = TempDir::new().unwrap();
+    let servers = server::servers(3, &ServerOptions::new().state_root(drives.path()).args(flags));
+    let addresses = server::addresses(&servers);
+    let mut running = train.clone().args(["--tier", tier]).servers(&addresses).start();
+    running.until_step(3);
+    let mut taken = Vec::new();
+    for to in [&[0, 2][..], &[2], &[1, 2]] {
+        let to: Vec<&Longshored> = to.iter().map(|&server| &servers[server]).collect();
+        let done = scale(&servers[2..], &to, &["--wait"]);
+        assert_eq!(done.code, 0, "{done:?}");
+        taken.push(job_status(&addresses[2..]).servers[0].disk_bytes);
+    }
+    // The space of shards that have left is free some steps later.
+    let is_free = || job_status(&addresses[2..]).servers[0].disk_bytes < taken[1];
+    eventually("free space", || (tier == "memory" || is_free()).then_some(()));
+    assert!(taken[0] <= taken[1], "{taken:?}");
+    assert_eq!(running.finish().end.state_hash, train.undisturbed().hash);
+}
+
 #[test]
 fn a_job_shrinks_to_any_of_its_servers() {
-    for more in [&[][..], &["--delay", "1"]] {
-        let train = Train::new(STEPS).args(["--layers", "3"]).args(more);
-        let servers = server::servers(3, &ServerOptions::new());
-        let mut running = train.clone().servers(&server::addresses(&servers)).start();
-        running.until_step(3);
-        for to in [&[0, 2][..], &[2], &[1, 2]] {
-            let to: Vec<&Longshored> = to.iter().map(|&server| &servers[server]).collect();
-            let done = scale(&servers[2..], &to, &["--wait"]);
-            assert_eq!(done.code, 0, "{done:?}");
-        }
-        assert_eq!(running.finish().end.state_hash, train.undisturbed().hash);
-    }
+    shrinks("memory", &[], &[]);
+    shrinks("memory", &["--delay", "1"], &[]);
+}
+
+#[test]
+fn a_job_on_drives_shrinks_to_any_of_its_servers() {
+    shrinks("nvme", &[], &[]);
+    shrinks("nvme", &["--delay", "1", "--warmup-steps", "0"], &["--spill", "all", "--storage-buffers", "2"]);
 }
 
 /// A server without memory for its shards is refused by name, and training goes on where it is.

@@ -45,8 +45,13 @@ impl Record {
 
     /// Returns the versions of a shard that a server has had by this version: from the one that it fetched to that of
     /// its state. None if another server has the shard.
-    pub fn versions_of(&self, shard: ShardId, server: ServerId) -> Option<RangeInclusive<Version>> {
-        let Some(placement) = &self.placement else { return Some(Version(0)..=self.version) };
+    pub fn versions_of(
+        &self,
+        shard: ShardId,
+        server: ServerId,
+        opened: bool,
+    ) -> Option<RangeInclusive<Version>> {
+        let Some(placement) = &self.placement else { return opened.then_some(Version(0)..=self.version) };
         let span = placement.span(server, shard);
         let is_here = !span.is_empty() && span.start <= self.version.0;
         is_here.then(|| Version(span.start.saturating_sub(1))..=self.version.min(Version(span.end - 1)))

@@ -1,10 +1,9 @@
 //! Shards move between servers at any step, and servers are lost whose shards have replicas. The bits are those of one
 //! server that keeps them all.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::collections::BTreeMap;
 
 use longshore_engine::{
-    job::Job,
     kernels::Isa,
     step::Awaited,
     tier::{Spill, Storage},
@@ -95,14 +94,11 @@ impl Moving {
             let storage = storage(&mut self.noise, self.home.as_ref(), self.moved.jobs.len());
             change.added.push(self.moved.add_server(&storage));
         } else {
-            // On drives, servers of the first placement have room for their own shards alone.
-            let is_new = |job: &Arc<Job>| self.home.is_none() || job.opened_with().epoch > Epoch(1);
-            let first_new = self.moved.jobs.iter().position(is_new)?;
             // A shard that moves has no other holder of all its versions.
             let flipped = self.flipped.clone();
             let is_whole = |shard: &ShardId| !flipped.contains_key(shard);
             for shard in (0..self.moved.layout.shards()).map(ShardId).filter(is_whole) {
-                let to = ServerId((first_new + self.noise.below(self.moved.jobs.len() - first_new)) as u32);
+                let to = ServerId(self.noise.below(self.moved.jobs.len()) as u32);
                 let to_replica = if self.noise.one_in(4) { NO_SERVER } else { to };
                 let moves = PlacementChange { moves: vec![(shard, to)], ..change.clone() };
                 let replicates = PlacementChange { replicas: vec![(shard, to_replica)], ..change.clone() };

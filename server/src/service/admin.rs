@@ -150,8 +150,8 @@ impl Admin for Services {
     async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
         let request = permitted(request)?;
         let job = request.job.clone();
-        let room = self.scale_job(request).map_err(|fault| refuse("Scale", &job, fault))?;
-        Ok(Response::new(v1::ScaleResponse { room }))
+        self.scale_job(request).map_err(|fault| refuse("Scale", &job, fault))?;
+        Ok(Response::new(v1::ScaleResponse {}))
     }
 
     async fn step_back(
@@ -201,8 +201,7 @@ impl Services {
         }
     }
 
-    /// Returns the shards that this server has room for, if the request asks for no more.
-    fn scale_job(&self, request: v1::ScaleRequest) -> Result<Vec<u32>, Fault> {
+    fn scale_job(&self, request: v1::ScaleRequest) -> Result<(), Fault> {
         let handle = self.jobs.get(&request.job)?;
         check_may_move(handle.job.spec())?;
         let servers = request.servers;
@@ -248,11 +247,11 @@ impl Services {
             ));
         }
         if request.check {
-            return Ok(handle.job.places().iter().map(|shard| shard.0).collect());
+            return Ok(());
         }
         tracing::info!(job = request.job, ?servers, "other servers are wanted");
         handle.want(Wanted { servers, asked_micros: request.asked_micros, lost: request.lost });
-        Ok(Vec::new())
+        Ok(())
     }
 
     async fn resume_job(&self, request: &v1::ResumeRequest) -> Result<(), Fault> {

@@ -157,7 +157,6 @@ impl Services {
         let placement = Placement::from_wire(request.placement)?;
         self.check_not_evicted(&spec.name).await?;
         let jobs = self.jobs.clone();
-        let list_room = request.list_room;
         let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
         let (created, handle) = jobs.open(wanted, request.is_new).await?;
         let job = &handle.job;
@@ -174,14 +173,8 @@ impl Services {
             );
         }
         let answer = || {
-            let room = job.places().iter().filter(|_| list_room).map(|shard| shard.0).collect();
-            let world_size = job.spec().world_size;
-            Ok(v1::OpenJobResponse {
-                created,
-                progress: Some(convert::progress(job.progress())),
-                room,
-                world_size,
-            })
+            let (progress, world_size) = (Some(convert::progress(job.progress())), job.spec().world_size);
+            Ok(v1::OpenJobResponse { created, progress, world_size })
         };
         room.make(default_deadline(), answer).await
     }

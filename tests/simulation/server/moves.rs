@@ -70,7 +70,6 @@ impl Server {
 
     pub(super) fn open(self: &Arc<Self>, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
         let (placement, server) = (Placement::from_wire(request.placement)?, ServerId(request.server));
-        let wants = placement.owned(server);
         let is_open = match &*self.instance() {
             None if !lock(&self.disk).saved.is_empty() => return Err(self.absent()),
             None if placement.epoch == Epoch(1) => {
@@ -85,25 +84,15 @@ impl Server {
             None => false,
             Some(of) => {
                 let is_spare = of.machine.placement().epoch > Epoch(1) && of.machine.is_without_shards();
-                let is_other = {
-                    let disk = lock(&self.disk);
-                    disk.server != server || disk.opened.owned(server) != wants
-                };
-                !(request.is_new && is_spare && is_other)
+                !(request.is_new && is_spare && lock(&self.disk).server != server)
             }
         };
         if !is_open {
             self.begin_anew(placement, server);
         }
         self.with(|instance| {
-            if let Some(&shard) = wants.iter().find(|shard| !instance.owned.contains(shard)) {
-                return Err(Fault::new(FaultKind::Conflict, "placement.owners", shard, "with room", "ask"));
-            }
-            let room =
-                if request.list_room { instance.owned.iter().map(|of| of.0).collect() } else { vec![] };
-            let progress = Some(progress(&instance.machine));
-            let world_size = self.spec().world_size;
-            Ok(v1::OpenJobResponse { created: !is_open, progress, room, world_size })
+            let (progress, world_size) = (Some(progress(&instance.machine)), self.spec().world_size);
+            Ok(v1::OpenJobResponse { created: !is_open, progress, world_size })
         })
     }
 

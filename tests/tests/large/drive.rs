@@ -41,8 +41,9 @@ impl Drive {
         let slab = Slab::allocate(BUFFERS * most).expect("memory");
         let free = slab.carve_here(&[most; BUFFERS]);
         let bytes = 2 * (shards * most) as u64;
-        let disk = OpenFile::default().create(&folder.join("bare"), bytes);
-        let mut drive = Drive { disk: disk.expect("a file"), free, slot: 0, shards, resident, read, written };
+        let disk = OpenFile::default().create(&folder.join("bare")).expect("a file");
+        disk.reserve(0..bytes).expect("space");
+        let mut drive = Drive { disk, free, slot: 0, shards, resident, read, written };
         // The first write to reserved blocks costs the file system more.
         for _ in 0..2 {
             drive.pass();

@@ -31,8 +31,9 @@ struct Reads {
 impl Reads {
     fn create(folder: &Path, bytes: u64) -> Reads {
         let free = Slab::allocate(AT_ONCE * CHUNK_BYTES).expect("memory").carve_here(&[CHUNK_BYTES; AT_ONCE]);
-        let disk = OpenFile::default().create(&folder.join("reads"), bytes);
-        let mut reads = Reads { disk: disk.expect("a file"), free, chunks: bytes as usize / CHUNK_BYTES };
+        let disk = OpenFile::default().create(&folder.join("reads")).expect("a file");
+        disk.reserve(0..bytes).expect("space");
+        let mut reads = Reads { disk, free, chunks: bytes as usize / CHUNK_BYTES };
         // Blocks reserved and never written are not on the drive.
         reads.pass(Direction::Write);
         reads.disk.flush().expect("a flush");

@@ -382,40 +382,34 @@ async fn prepare(
             placement: Some(placement.to_wire()),
             server: server.0,
             protocol: PROTOCOL,
-            list_room: true,
             is_new,
         };
         // Slow: a server allocates and touches all of its memory before it answers.
         let time = cluster.options.slow_deadline;
         ask(&cluster, peer, "OpenJob", time, async { peer.training().open_job(request).await }).await
     };
-    let mut rooms: Vec<(ServerId, Option<BTreeSet<ShardId>>)> = Vec::new();
     for &server in &members {
         let answer = open(&spec, server, cluster.peer(server), &placement, false).await?;
-        rooms.push((server, Some(answer.room.into_iter().map(ShardId).collect())));
         // The job may take more ranks than this run has.
         spec = spec.of_ranks(answer.world_size.max(spec.world_size));
     }
     let first = placement.servers.len() as u32;
     let numbered: Vec<(ServerId, String)> = (first..).map(ServerId).zip(new).collect();
-    rooms.extend(numbered.iter().map(|(server, _)| (*server, None)));
     let addresses: Vec<String> = numbered.iter().map(|(_, address)| address.clone()).collect();
+    members.extend(numbered.iter().map(|(server, _)| *server));
     let Moved { moves, replicas, placement: mut target } =
-        plan_moves(&placement, &cluster.layout, &rooms, &addresses).map_err(without_room)?;
+        plan_moves(&placement, &cluster.layout, &members, &addresses);
     target.epoch.0 += 1;
     let (target, spec) = (&target, &spec);
     let gets = |server: ServerId| moves.iter().chain(&replicas).any(|(_, to)| *to == server);
-    for &server in members.iter().filter(|&&server| gets(server)) {
+    for &server in members.iter().filter(|&&server| server.0 < first && gets(server)) {
         open(spec, server, cluster.peer(server), target, false).await?;
     }
     let opened = numbered.into_iter().map(async |(server, address)| -> Result<Added> {
         let start = Instant::now();
         let peer = cluster.dial(&address, (start, start + cluster.options.deadline)).await?;
-        let room = open(spec, server, &peer, target, true).await?.room;
-        match target.held(server).into_iter().find(|shard| !room.contains(&shard.0)) {
-            Some(shard) => Err(without_room(shard).into()),
-            None => Ok(Added { server, peer }),
-        }
+        open(spec, server, &peer, target, true).await?;
+        Ok(Added { server, peer })
     });
     let added = try_join_all(opened).await?;
     let (shards, copies) = (moves.len(), replicas.len());
@@ -509,12 +503,6 @@ async fn give_up(cluster: &Cluster, Added { peer, .. }: &Added, incarnation: u64
     }
 }
 
-fn without_room(shard: ShardId) -> Fault {
-    let limit = "room for it on a server that is asked for";
-    let remedy = "name more servers, or take the job there with `longshore checkpoint` and --resume";
-    Fault::new(FaultKind::Exhausted, "servers", shard.to_string(), limit, remedy)
-}
-
 /// Begins new servers at a version that all servers of the job have. Returns their addresses.
 async fn begin_all(
     cluster: &Cluster,
@@ -578,16 +566,8 @@ pub struct Moved {
 }
 
 /// Plans the moves to the wanted servers. `added` are the addresses of those that are new, in the order of their numbers.
-///
-/// # Errors
-/// Errors of [`assign`].
-pub fn plan_moves(
-    placement: &Placement,
-    layout: &Layout,
-    wanted: &[(ServerId, Option<BTreeSet<ShardId>>)],
-    added: &[String],
-) -> std::result::Result<Moved, ShardId> {
-    let moves = assign(placement, layout, wanted)?;
+pub fn plan_moves(placement: &Placement, layout: &Layout, wanted: &[ServerId], added: &[String]) -> Moved {
+    let moves = assign(placement, layout, wanted);
     let mut target = placement.clone();
     target.servers.extend(added.iter().cloned());
     for &(shard, to) in &moves {
@@ -596,37 +576,29 @@ pub fn plan_moves(
             target.replicas[shard.index()] = NO_SERVER;
         }
     }
-    let servers: Vec<ServerId> = wanted.iter().map(|(server, _)| *server).collect();
-    let replicas = replicate(&target, layout, &servers);
+    let replicas = replicate(&target, layout, wanted);
     for &(shard, to) in &replicas {
         target.replicas[shard.index()] = to;
     }
-    Ok(Moved { moves, replicas, placement: target })
+    Moved { moves, replicas, placement: target }
 }
 
-/// Chooses the moves after which the wanted servers own about as many elements each, and no other server owns any. A
-/// server takes only shards that it has room for; `None` takes any. Forward order is kept mixed over the servers.
-///
-/// # Errors
-/// A shard that no wanted server has room for.
-fn assign(
-    placement: &Placement,
-    layout: &Layout,
-    wanted: &[(ServerId, Option<BTreeSet<ShardId>>)],
-) -> std::result::Result<Vec<(ShardId, ServerId)>, ShardId> {
+/// Chooses the moves after which the wanted servers own about as many elements each, and no other server owns any.
+/// Forward order is kept mixed over the servers.
+fn assign(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Vec<(ShardId, ServerId)> {
     let shards: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
     let length = |shard: ShardId| layout.shard_len(shard);
     let total: u64 = shards.iter().map(|&shard| length(shard)).sum();
     let share = total / wanted.len().max(1) as u64;
     let mut loads: BTreeMap<ServerId, u64> = BTreeMap::new();
     let (mut leaving, mut free) = (Vec::new(), Vec::new());
-    for (server, _) in wanted {
-        let owned = placement.owned(*server);
+    for &server in wanted {
+        let owned = placement.owned(server);
         let load: u64 = owned.iter().map(|&shard| length(shard)).sum();
         let mean = (load / (owned.len() as u64).max(1)).max(1);
         let surplus = (load.saturating_sub(share) / mean) as usize;
         free.extend((0..surplus).map(|at| owned[at * owned.len() / surplus]));
-        loads.insert(*server, load);
+        loads.insert(server, load);
     }
     leaving.extend(shards.iter().copied().filter(|&shard| !loads.contains_key(&placement.owner(shard))));
     let mut all: Vec<(ShardId, bool)> = leaving.into_iter().map(|shard| (shard, true)).collect();
@@ -635,14 +607,8 @@ fn assign(
     let mut moves = Vec::new();
     for (shard, must) in all {
         let owner = placement.owner(shard);
-        let fits = |room: &Option<BTreeSet<ShardId>>| room.as_ref().is_none_or(|room| room.contains(&shard));
-        let roomy = wanted.iter().filter(|(server, room)| *server != owner && fits(room));
-        let Some(to) = roomy.map(|(server, _)| *server).min_by_key(|server| loads[server]) else {
-            if must {
-                return Err(shard);
-            }
-            continue;
-        };
+        let others = wanted.iter().copied().filter(|&server| server != owner);
+        let Some(to) = others.min_by_key(|server| loads[server]) else { continue };
         let bytes = length(shard);
         if !must && loads[&to] + bytes > loads[&owner] {
             continue;
@@ -653,7 +619,7 @@ fn assign(
         }
         moves.push((shard, to));
     }
-    Ok(moves)
+    moves
 }
 
 #[cfg(test)]
@@ -679,8 +645,7 @@ mod tests {
     #[test]
     fn new_servers_get_their_share_from_all_parts_of_the_model() {
         let (layout, placement) = (layout(16), Placement::striped(vec!["a".into(), "b".into()], 16));
-        let wanted = [0, 1, 2, 3].map(|server| (ServerId(server), None));
-        let moves = assign(&placement, &layout, &wanted).unwrap();
+        let moves = assign(&placement, &layout, &[0, 1, 2, 3].map(ServerId));
         let after = owned(&placement, &moves);
         assert_eq!((moves.len(), after.values().map(Vec::len).max()), (8, Some(4)));
         let of_new = &after[&ServerId(2)];
@@ -697,11 +662,11 @@ mod tests {
             for shard in (0..24).map(ShardId) {
                 assert_ne!(placement.replica(shard), Some(placement.owner(shard)));
             }
-            let wanted: Vec<_> = servers.iter().map(|&server| (ServerId(server), None)).collect();
+            let wanted: Vec<ServerId> = servers.iter().copied().map(ServerId).collect();
             let added: Vec<String> =
                 (3..=servers.iter().copied().max().unwrap_or(0)).map(|of| of.to_string()).collect();
-            let moved = plan_moves(placement, &layout, &wanted, &added).unwrap();
-            for (server, _) in &wanted {
+            let moved = plan_moves(placement, &layout, &wanted, &added);
+            for server in &wanted {
                 let replicas = moved.placement.replicas.iter().filter(|&of| of == server).count();
                 assert!(replicas <= most, "{replicas} of {server}");
             }
@@ -753,16 +718,11 @@ mod tests {
     }
 
     #[test]
-    fn a_leaving_server_gives_all_shards_and_none_goes_where_no_room_is() {
+    fn a_leaving_server_gives_all_shards() {
         let (layout, placement) =
             (layout(9), Placement::striped(["a", "b", "c"].map(String::from).into(), 9));
-        let all: BTreeSet<ShardId> = (0..9).map(ShardId).collect();
-        let few: BTreeSet<ShardId> = [2, 5].map(ShardId).into();
-        let room = [(ServerId(0), Some(all.clone())), (ServerId(1), Some(few))];
-        let moves = assign(&placement, &layout, &room).unwrap();
+        let moves = assign(&placement, &layout, &[0, 1].map(ServerId));
         assert!(moves.iter().all(|(shard, _)| shard.0 % 3 == 2) && moves.len() == 3, "{moves:?}");
-        let nowhere = [(ServerId(0), Some(BTreeSet::new())), (ServerId(1), Some(BTreeSet::new()))];
-        assert_eq!(assign(&placement, &layout, &nowhere), Err(ShardId(2)));
-        assert_eq!(assign(&placement, &layout, &[0, 1, 2].map(|of| (ServerId(of), None))), Ok(Vec::new()));
+        assert_eq!(assign(&placement, &layout, &[0, 1, 2].map(ServerId)), Vec::new());
     }
 }

@@ -1355,9 +1355,6 @@ pub struct OpenJobRequest {
     /// which of placement.servers this one is
     #[prost(uint32, tag = "3")]
     pub server: u32,
-    /// answer with the shards that this server has room for
-    #[prost(bool, tag = "5")]
-    pub list_room: bool,
     /// The server is no part of the job yet: where an earlier rank 0 prepared it for other shards, and it owns none, it begins anew.
     #[prost(bool, tag = "6")]
     pub is_new: bool,
@@ -1409,9 +1406,6 @@ pub struct OpenJobResponse {
     pub created: bool,
     #[prost(message, optional, tag = "2")]
     pub progress: ::core::option::Option<JobProgress>,
-    /// the shards that this server has room for, where request.list_room asks for them
-    #[prost(uint32, repeated, tag = "3")]
-    pub room: ::prost::alloc::vec::Vec<u32>,
     /// the most ranks that the job takes, as its spec says
     #[prost(uint32, tag = "4")]
     pub world_size: u32,
@@ -3118,19 +3112,15 @@ pub struct ScaleRequest {
     /// microseconds since 1970; the same on every server that is told
     #[prost(uint64, tag = "3")]
     pub asked_micros: u64,
-    /// keep no wish: say whether the job may move, and what this server has room for
+    /// keep no wish: refuse what the wish would be refused for
     #[prost(bool, tag = "4")]
     pub check: bool,
     /// addresses of servers that are gone for good, as the operator says: no longer waited for
     #[prost(string, repeated, tag = "5")]
     pub lost: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct ScaleResponse {
-    /// with `check`: the shards that this server may own, those that it owns included
-    #[prost(uint32, repeated, tag = "1")]
-    pub room: ::prost::alloc::vec::Vec<u32>,
-}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ScaleResponse {}
 /// How far a server is with the shards that it shall have.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Scaling {

@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
+    ops::Range,
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::Arc,
@@ -32,9 +33,9 @@ enum Queue {
 }
 
 impl OpenDisk for OpenFile {
-    fn create(&self, path: &Path, bytes: u64) -> io::Result<Arc<dyn Disk>> {
-        let created = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-        let made = reserve(&created, bytes).and_then(|()| self.open(path));
+    fn create(&self, path: &Path) -> io::Result<Arc<dyn Disk>> {
+        OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+        let made = self.open(path);
         if made.is_err() {
             fs::remove_file(path)?;
         }
@@ -55,9 +56,8 @@ impl OpenDisk for OpenFile {
     }
 }
 
-/// Reserves a file's space, so that a full disk is found here and not by a write in the middle of training.
-fn reserve(file: &File, bytes: u64) -> io::Result<()> {
-    match fallocate(file, FallocateFlags::empty(), 0, bytes) {
+fn allocate(file: &File, flags: FallocateFlags, range: Range<u64>) -> io::Result<()> {
+    match fallocate(file, flags, range.start, range.end - range.start) {
         Ok(()) => Ok(()),
         // Without the call a sparse file would promise space it may not get.
         Err(Errno::OPNOTSUPP) => Err(io::Error::new(
@@ -123,6 +123,14 @@ fn refusal(error: &io::Error) -> String {
 impl Disk for FileDisk {
     fn path(&self) -> &Path {
         &self.path
+    }
+
+    fn reserve(&self, range: Range<u64>) -> io::Result<()> {
+        allocate(&self.file, FallocateFlags::empty(), range)
+    }
+
+    fn give_back(&self, range: Range<u64>) -> io::Result<()> {
+        allocate(&self.file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, range)
     }
 
     fn submit(&self, request: Request) {

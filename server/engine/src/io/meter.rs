@@ -5,6 +5,7 @@
 
 use std::{
     io,
+    ops::Range,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -126,8 +127,8 @@ impl Metered {
 }
 
 impl OpenDisk for Metered {
-    fn create(&self, path: &Path, bytes: u64) -> io::Result<Arc<dyn Disk>> {
-        self.opener.create(path, bytes).map(|disk| self.counted(disk))
+    fn create(&self, path: &Path) -> io::Result<Arc<dyn Disk>> {
+        self.opener.create(path).map(|disk| self.counted(disk))
     }
 
     fn open(&self, path: &Path) -> io::Result<Arc<dyn Disk>> {
@@ -143,6 +144,14 @@ struct Counting {
 impl Disk for Counting {
     fn path(&self) -> &Path {
         self.disk.path()
+    }
+
+    fn reserve(&self, range: Range<u64>) -> io::Result<()> {
+        self.disk.reserve(range)
+    }
+
+    fn give_back(&self, range: Range<u64>) -> io::Result<()> {
+        self.disk.give_back(range)
     }
 
     fn submit(&self, request: Request) {

@@ -1,6 +1,6 @@
 //! Aligned reads and writes of one file on dedicated threads, so that compute never waits in a system call.
 //!
-//! A [`Disk`] is a file of fixed size. io_uring serves it where the kernel allows that. Default container
+//! A [`Disk`] is a file. io_uring serves it where the kernel allows that. Default container
 //! seccomp does not; a few threads then call pread and pwrite. In tests a simulated disk loses, tears and
 //! reorders. A request owns its buffer until it is done. So nobody can free or reuse memory that the device
 //! still reads or writes.
@@ -64,9 +64,16 @@ impl fmt::Debug for Request {
     }
 }
 
-/// A file of fixed size. Dropping it waits for all submitted requests.
+/// A file. Dropping it waits for all submitted requests.
 pub trait Disk: Send + Sync {
     fn path(&self) -> &Path;
+
+    /// Reserves space, so that a full disk is found here and not by a write in the middle of training. A second call for
+    /// the same range changes nothing.
+    fn reserve(&self, range: Range<u64>) -> io::Result<()>;
+
+    /// Gives the space of a range back. The range reads as zeros.
+    fn give_back(&self, range: Range<u64>) -> io::Result<()>;
 
     /// Starts a request. Requests in flight may be done in any order.
     fn submit(&self, request: Request);
@@ -79,8 +86,8 @@ pub trait Disk: Send + Sync {
 
 /// Opener of disks: files, or in tests a simulation.
 pub trait OpenDisk: Send + Sync {
-    /// Creates a file and reserves its space. After an error no file is left behind.
-    fn create(&self, path: &Path, bytes: u64) -> io::Result<Arc<dyn Disk>>;
+    /// Creates an empty file. After an error no file is left behind.
+    fn create(&self, path: &Path) -> io::Result<Arc<dyn Disk>>;
 
     fn open(&self, path: &Path) -> io::Result<Arc<dyn Disk>>;
 }

@@ -3,7 +3,7 @@
 //! The owner before makes no further update of such a shard, so its state stays as it is while the new owner reads it.
 //! Connections and retries are the caller's.
 
-use std::ops::Range;
+use std::{ops::Range, sync::atomic::Ordering};
 
 use longshore_proto::{
     Epoch, Fault, FaultKind, Incarnation, JobSpec, Placement, Rank, ShardId, Step, Version,
@@ -80,8 +80,8 @@ impl Job {
         self.protocol.machine().lend_no_more(lost)
     }
 
-    /// Returns true if this server was prepared for a running job and has never owned a shard: it may be opened for
-    /// others.
+    /// Returns true if this server was prepared for a running job and has never owned a shard: it may be opened with
+    /// another number.
     pub fn is_spare(&self) -> bool {
         self.share.placement.epoch > Epoch(1) && self.protocol.machine().is_without_shards()
     }
@@ -101,7 +101,7 @@ impl Job {
         !self.protocol.machine().handed().is_empty()
     }
 
-    /// Frees the memory of shards that other servers own by now. Waits for the copies of snapshots that have them.
+    /// Frees memory and space of shards that other servers own by now. Waits for the copies of snapshots that have them.
     pub fn free_handed(&self) {
         let handed = self.protocol.machine().handed();
         for owned in handed {
@@ -109,15 +109,21 @@ impl Job {
             let mut released = lock(&self.released);
             // A decision may have brought the shard back while the copies were made.
             if self.protocol.machine().forget(owned) && released.insert(owned) {
-                self.tier.state.release(owned);
-                self.images.release(owned);
-                self.gradients.release(owned);
-                self.reservation.give_back(self.bytes_of(owned).total());
+                self.free(owned);
             }
         }
     }
 
-    /// Reserves memory for shards that shall come to this server. Memory for shards of an earlier plan that never came is
+    fn free(&self, owned: OwnedShard) {
+        self.tier.state.release(owned);
+        self.images.release(owned);
+        self.gradients.release(owned);
+        let need = self.bytes_of(owned);
+        self.reservation.give_back(need.total());
+        self.disk_bytes.fetch_sub(need.disk, Ordering::Relaxed);
+    }
+
+    /// Reserves memory and space for shards that shall come to this server. Memory for shards of an earlier plan that never came is
     /// given back.
     ///
     /// # Errors
@@ -126,30 +132,37 @@ impl Job {
         let mut released = lock(&self.released);
         for owned in self.share.all().filter(|&owned| !shards.contains(&self.share.shard(owned))) {
             if self.protocol.machine().is_unowned(owned) && released.insert(owned) {
-                self.reservation.give_back(self.bytes_of(owned).total());
+                self.free(owned);
             }
         }
         for &shard in shards {
             let owned = self.protocol.machine().owned_index(shard)?;
             if released.contains(&owned) {
-                self.reservation.add(self.reservation.budget().reserve(&self.bytes_of(owned))?);
+                let need = self.bytes_of(owned);
+                let reserved = self.reservation.budget().reserve(&need)?;
+                self.tier.state.make_room(owned)?;
+                self.gradients.make_room(owned)?;
+                self.reservation.add(reserved);
+                self.disk_bytes.fetch_add(need.disk, Ordering::Relaxed);
                 released.remove(&owned);
             }
         }
         Ok(())
     }
 
-    /// The memory of one shard.
+    /// The memory and space of one shard.
     fn bytes_of(&self, owned: OwnedShard) -> Need {
-        let share = &self.share;
+        let (spec, layout) = (&self.share.spec, &self.share.layout);
+        let storage = Storage { spill: self.spill().unwrap_or_default(), ..Storage::default() };
+        let need = Need::of(spec, layout, &[self.share.shard(owned)], &storage);
+        let disk = need.disk - Need::of(spec, layout, &[], &storage).disk;
         if self.images.are_spilled() {
             // All shards share what images and gradients take in DRAM.
-            return Need::default();
+            return Need { disk, ..Need::default() };
         }
-        let need = Need::of(&share.spec, &share.layout, &[share.shard(owned)], &Storage::default());
-        // A durable tier keeps its buffers and its place on the drives.
+        // All shards on drives share the buffers.
         let state = if self.tier.durable.is_some() { 0 } else { need.state };
-        Need { transfers: 0, disk: 0, written: 0, buffers: 0, state, ..need }
+        Need { transfers: 0, disk, written: 0, buffers: 0, state, ..need }
     }
 
     /// Returns Some once a shard has the last version that this server makes of it.

@@ -442,10 +442,12 @@ impl Job {
 
     /// Goes on from a version that the tier has kept. Every block of it is read and compared.
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
-        let version = record.version;
-        for owned in self.share.all() {
-            let kept = record.versions_of(self.share.shard(owned), self.share.server);
-            let Some(kept) = kept else { continue };
+        let (share, version) = (&self.share, record.version);
+        let kept =
+            |owned: OwnedShard| record.versions_of(share.shard(owned), share.server, share.is_opened(owned));
+        let here: Vec<_> = share.all().filter_map(|owned| Some((owned, kept(owned)?))).collect();
+        self.make_room(&here.iter().map(|(owned, _)| share.shard(*owned)).collect::<Vec<_>>())?;
+        for (owned, kept) in here {
             let trained = !self.share.is_frozen(owned);
             if trained {
                 self.images.recover(owned, version, &kept)?;

@@ -69,7 +69,7 @@ pub struct Job {
     reservation: Reservation,
     /// Shards whose memory is free, since other servers own them.
     released: Mutex<BTreeSet<OwnedShard>>,
-    disk_bytes: u64,
+    disk_bytes: AtomicU64,
     /// Shards whose state has broken here since the job was opened.
     broken: AtomicU64,
     /// Declared last, so that the observer in it is dropped last. A caller that sees the observer dropped
@@ -109,11 +109,6 @@ impl Job {
         self.share.server
     }
 
-    /// The shards that this server has a place for, in forward order.
-    pub fn places(&self) -> &[ShardId] {
-        &self.share.owned
-    }
-
     /// The shards that the job was opened with here, in forward order. Commits may have moved some.
     pub fn opened(&self) -> Vec<ShardId> {
         self.share.opened().map(|owned| self.share.shard(owned)).collect()
@@ -123,13 +118,13 @@ impl Job {
         &self.compute
     }
 
-    pub fn memory_bytes(&self) -> u64 {
-        self.reservation.bytes()
-    }
-
     /// Returns the bytes reserved in the state directories.
     pub fn disk_bytes(&self) -> u64 {
-        self.disk_bytes
+        self.disk_bytes.load(Ordering::Relaxed)
+    }
+
+    pub fn memory_bytes(&self) -> u64 {
+        self.reservation.bytes()
     }
 
     /// Returns which parts of the job live on drives alone. None for a job that keeps nothing on drives.

@@ -80,7 +80,7 @@ impl Job {
             compute,
             reservation,
             released: Mutex::new(share.all().filter(|&owned| !share.is_opened(owned)).collect()),
-            disk_bytes: need.disk,
+            disk_bytes: AtomicU64::new(need.disk),
             broken: AtomicU64::new(0),
         };
         match recovered {
@@ -140,7 +140,7 @@ impl Need {
         let slots = spec.gradient_slots() as u64;
         let StoreNeed { state, buffers, disk, written } = tier::need(spec, layout, owned, storage);
         let (contributions, accumulators) = if storage.spills(spec) {
-            gradients::spilled::need(spec, layout, owned)
+            gradients::spilled::need(spec, layout)
         } else {
             let wire = spec.gradient_dtype.bytes();
             owned.iter().fold((0, 0), |(contributions, accumulators), &shard| {
@@ -158,7 +158,7 @@ impl Need {
             disk,
             written,
             images: if storage.spills(spec) {
-                window_need(spec, layout, owned, storage)
+                window_need(spec, layout, storage)
             } else {
                 elements * spec.image_dtype.bytes() * 2
             },

@@ -150,7 +150,7 @@ impl Job {
         let next = self.gradients.are_spilled().then(|| {
             let machine = self.protocol.machine();
             let is_next = |&owned: &OwnedShard| owned > first && machine.owns(owned, commit.step);
-            share.trained().find(is_next)
+            share.all().filter(|&owned| !share.is_frozen(owned)).find(is_next)
         });
         let next = next.flatten();
         let fetched = run.iter().map(|&owned| self.gradients.fetch_gradient(owned, next, commit.step));

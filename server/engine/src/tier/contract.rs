@@ -101,7 +101,12 @@ pub trait Tier: Send + Sync {
     /// as far as it has room.
     fn read_frozen_ahead(&self, _: OwnedShard, _: Range<usize>) {}
 
-    /// Frees the memory of a shard that another server owns by now. Its next load may come at any time.
+    /// Reserves space for a shard that shall come to this server. Its memory is the caller's to reserve.
+    fn make_room(&self, _: OwnedShard) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    /// Frees memory and space of a shard that another server owns by now. Its next load may come at any time.
     fn release(&self, _: OwnedShard) {}
 
     /// Takes checksums of a shard whose state is whole now. The next updates compare them.

@@ -28,12 +28,12 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
     }
 }
 
-/// The shards for which a server has a place, in forward order. In memory a place is address space, which any shard
-/// has; elsewhere the shards that the server is opened with have one.
+/// The shards for which a server has a place, in forward order. In memory a place is address space and on drives a part
+/// of a sparse file, which any shard has; elsewhere the shards that the server is opened with have one.
 pub fn places(spec: &JobSpec, layout: &Layout, placement: &Placement, server: ServerId) -> Vec<ShardId> {
     match spec.tier {
-        TierKind::Memory => (0..layout.shards()).map(ShardId).collect(),
-        TierKind::Shm | TierKind::Nvme => placement.owned(server),
+        TierKind::Memory | TierKind::Nvme => (0..layout.shards()).map(ShardId).collect(),
+        TierKind::Shm => placement.owned(server),
     }
 }
 

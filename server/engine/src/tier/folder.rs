@@ -25,7 +25,9 @@ pub(super) const NEW: &str = "~new-";
 /// Prefix of the name of a folder that is being removed. The store and the old name follow.
 pub(super) const DELETED: &str = "~deleted-";
 const FORMAT: &str = "longshore-state";
-const FORMAT_VERSION: u32 = 1;
+pub(super) const FORMAT_VERSION: u32 = 1;
+/// Format of a store in which every shard of the job has a place.
+pub(super) const ALL_PLACES: u32 = 2;
 const WHOLE: &str = "restore a checkpoint into a fresh state directory; this folder can only be removed";
 
 /// `header.json`: two lines of JSON. The first names the format and has the BLAKE3 of the second, the header
@@ -34,6 +36,9 @@ const WHOLE: &str = "restore a checkpoint into a fresh state directory; this fol
 /// name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
+    /// As the first line has it.
+    #[serde(skip)]
+    pub(super) format: u32,
     /// Number of the store, the same in all its folders and records. The number tells another store's files
     /// from its own.
     pub store: u64,
@@ -70,8 +75,9 @@ pub(super) struct Folder {
 
 impl Header {
     /// Returns the header of a store's first folder, of `directories`.
-    pub(super) fn new(inputs: &Inputs<'_>, store: u64, directories: usize) -> Header {
+    pub(super) fn new(inputs: &Inputs<'_>, format: u32, store: u64, directories: usize) -> Header {
         Header {
+            format,
             store,
             tier: inputs.spec.tier,
             directory: 0,
@@ -93,11 +99,11 @@ impl Header {
             Err(error) => return Err(io("read", &path)(error)),
         };
         if let Some(format) = Header::newer_format(&text) {
-            let fault = newer("header", format, FORMAT_VERSION);
+            let fault = newer("header", format, ALL_PLACES);
             return Err(Fault { value: format!("{} ({})", path.display(), fault.value), ..fault });
         }
         let (header, body) = Header::decode(&text).map_err(|why| {
-            corrupt(format!("{} ({why})", path.display()), "a header of format 1, as written", WHOLE)
+            corrupt(format!("{} ({why})", path.display()), "a header of format 1 or 2, as written", WHOLE)
         })?;
         retired::check(body)?;
         retired::check_header(body)?;
@@ -113,7 +119,7 @@ impl Header {
         }
         let first = text.split(|&byte| byte == b'\n').next()?;
         let found: Format = serde_json::from_slice(first).ok()?;
-        (found.format == FORMAT && found.format_version > FORMAT_VERSION).then_some(found.format_version)
+        (found.format == FORMAT && found.format_version > ALL_PLACES).then_some(found.format_version)
     }
 
     fn decode(text: &[u8]) -> Result<(Header, &[u8]), String> {
@@ -130,16 +136,18 @@ impl Header {
         if serde_json::to_vec(&known).map_err(|error| error.to_string())? != first {
             return Err(format!("its BLAKE3 is {}", known.blake3));
         }
-        if envelope.format_version != FORMAT_VERSION {
-            return Err(format!("format_version {}", envelope.format_version));
+        let format = envelope.format_version;
+        if !(FORMAT_VERSION..=ALL_PLACES).contains(&format) {
+            return Err(format!("format_version {format}"));
         }
-        Ok((serde_json::from_slice(body).map_err(|error| error.to_string())?, body))
+        let header: Header = serde_json::from_slice(body).map_err(|error| error.to_string())?;
+        Ok((Header { format, ..header }, body))
     }
 
     fn encode(&self) -> serde_json::Result<Vec<u8>> {
         let body = serde_json::to_vec(self)?;
         let blake3 = blake3::hash(&body).to_hex().to_string();
-        let envelope = Envelope { format: FORMAT.into(), format_version: FORMAT_VERSION, blake3 };
+        let envelope = Envelope { format: FORMAT.into(), format_version: self.format, blake3 };
         Ok([serde_json::to_vec(&envelope)?, body].join(&b'\n'))
     }
 

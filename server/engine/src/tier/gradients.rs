@@ -39,6 +39,12 @@ pub trait GradientStore: Send + Sync {
     /// Starts moving a buffer's first bytes to or from `within` a gradient.
     fn start(&self, direction: Direction, id: GradientId, within: Range<usize>, buffer: Region, done: Moved);
 
+    /// Reserves space for a shard that shall come to this server.
+    fn make_room(&self, owned: OwnedShard) -> Result<(), Fault>;
+
+    /// Gives the space of a shard back that another server takes from now on.
+    fn release(&self, owned: OwnedShard);
+
     /// Names a gradient in an error.
     fn describe(&self, id: GradientId) -> String;
 

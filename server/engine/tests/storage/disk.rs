@@ -141,7 +141,7 @@ impl Disks {
 }
 
 impl OpenDisk for Disks {
-    fn create(&self, path: &Path, _: u64) -> io::Result<Arc<dyn Disk>> {
+    fn create(&self, path: &Path) -> io::Result<Arc<dyn Disk>> {
         self.state.lock().unwrap().image.remove(path);
         Ok(self.start(path))
     }
@@ -154,6 +154,16 @@ impl OpenDisk for Disks {
 impl Disk for Simulated {
     fn path(&self) -> &Path {
         &self.path
+    }
+
+    fn reserve(&self, _: std::ops::Range<u64>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn give_back(&self, range: std::ops::Range<u64>) -> io::Result<()> {
+        let zeros = vec![0; (range.end - range.start) as usize];
+        apply(&mut self.disks.state.lock().unwrap().image, &self.path, range.start, &zeros);
+        Ok(())
     }
 
     fn submit(&self, request: Request) {

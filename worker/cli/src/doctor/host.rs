@@ -22,7 +22,6 @@ const TMPFS: &str = "/dev/shm";
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 const HUGE_PAGES: &str = "sys/kernel/mm/transparent_hugepage/enabled";
 const NODES: &str = "sys/devices/system/node";
-const PROBE_BYTES: u64 = 1024 * 1024;
 
 /// Returns the findings of every check of the host. `system` is the root of the kernel's files.
 pub(super) fn all(system: &Path) -> Vec<Finding> {
@@ -120,7 +119,7 @@ fn io_uring() -> Finding {
             );
         }
     };
-    match (OpenFile { engine: Engine::Uring }).create(&folder.path().join("probe"), PROBE_BYTES) {
+    match (OpenFile { engine: Engine::Uring }).create(&folder.path().join("probe")) {
         Ok(_) => good(WHAT, "works"),
         Err(error) => warning(
             WHAT,

@@ -6,7 +6,7 @@ mod sum;
 
 use std::sync::{Arc, Mutex, atomic::AtomicU64};
 
-use longshore_proto::{Rank, Step};
+use longshore_proto::{Fault, Rank, Step};
 
 pub use self::contribution::Lent;
 pub(super) use self::{
@@ -113,8 +113,14 @@ impl Gradients {
         used.for_each(|rank| lock(rank).give_back());
     }
 
-    /// Frees the memory of a shard's gradients, which another server takes from now on.
+    /// Reserves space on the drives for the gradients of a shard that shall come to this server.
+    pub(super) fn make_room(&self, owned: OwnedShard) -> Result<(), Fault> {
+        self.spilled.as_ref().map_or(Ok(()), |spilled| spilled.files().make_room(owned))
+    }
+
+    /// Frees the memory and space of a shard's gradients, which another server takes from now on.
     pub(super) fn release(&self, owned: OwnedShard) {
+        self.spilled.iter().for_each(|spilled| spilled.files().release(owned));
         let Some(shard) = self.shards.get(owned.index()) else { return };
         shard.contributions.iter().flatten().for_each(|contribution| lock(contribution).release());
         for sum in shard.accumulators.iter().flatten() {

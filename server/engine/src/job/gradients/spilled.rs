@@ -95,11 +95,12 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> Sizes {
-        let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
-        let largest = trained.map(|&shard| layout.shard_len(shard)).max().unwrap_or(0) as usize;
+    fn of(spec: &JobSpec, layout: &Layout) -> Sizes {
+        // Any shard of the job may come.
+        let trained = (0..layout.shards()).map(ShardId).filter(|&shard| !layout.is_frozen(shard));
+        let largest = trained.clone().map(|shard| layout.shard_len(shard)).max().unwrap_or(0) as usize;
         let wire = largest * spec.gradient_dtype.bytes() as usize;
-        let accumulates = owned.iter().any(|&shard| spec.accumulates(layout.contributors(shard)));
+        let accumulates = trained.clone().any(|shard| spec.accumulates(layout.contributors(shard)));
         let sum = if accumulates { largest * 4 } else { 0 };
         Sizes {
             staged: spec.world_size as usize * DATA_CONNECTIONS + ON_THEIR_WAY,
@@ -111,8 +112,8 @@ impl Sizes {
 }
 
 /// Returns the bytes of DRAM for contributions and for sums.
-pub(crate) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> (u64, u64) {
-    let Sizes { staged, gradient, part, sum } = Sizes::of(spec, layout, owned);
+pub(crate) fn need(spec: &JobSpec, layout: &Layout) -> (u64, u64) {
+    let Sizes { staged, gradient, part, sum } = Sizes::of(spec, layout);
     ((staged * CHUNK_BYTES + AHEAD * gradient + 2 * part) as u64, sum as u64)
 }
 
@@ -123,7 +124,7 @@ impl SpilledGradients {
         signal: Arc<Signal>,
     ) -> Result<SpilledGradients, AllocationError> {
         let Share { spec, layout, owned, .. } = share;
-        let Sizes { staged, gradient, part, sum } = Sizes::of(spec, layout, owned);
+        let Sizes { staged, gradient, part, sum } = Sizes::of(spec, layout);
         let mut sizes = vec![CHUNK_BYTES; staged];
         sizes.extend([gradient; AHEAD]);
         sizes.extend([part, part, sum]);
@@ -142,6 +143,10 @@ impl SpilledGradients {
             }),
             scratch: Mutex::new(Scratch { gradients, ahead: None, parts, sum, sums }),
         })
+    }
+
+    pub(super) fn files(&self) -> &dyn GradientStore {
+        &*self.files
     }
 
     pub(super) fn written_bytes(&self) -> u64 {

@@ -140,9 +140,11 @@ struct Size {
 }
 
 impl Size {
-    fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Size {
-        let trained: Vec<_> = owned.iter().filter(|&&shard| !layout.is_frozen(shard)).collect();
-        let largest = trained.iter().map(|&&shard| layout.shard_len(shard)).max().unwrap_or(0);
+    fn of(spec: &JobSpec, layout: &Layout, storage: &Storage) -> Size {
+        // Any shard of the job may come.
+        let trained = (0..layout.shards()).map(ShardId).filter(|&shard| !layout.is_frozen(shard));
+        let trained: Vec<u64> = trained.map(|shard| layout.shard_len(shard)).collect();
+        let largest = trained.iter().copied().max().unwrap_or(0);
         // The window has as many images as may be on their way to the drives, and never fewer than the two of
         // a shard.
         let count = storage.buffers.max(2).min(2 * trained.len());
@@ -152,13 +154,8 @@ impl Size {
 
 /// Returns the DRAM that a job's images take if they live on drives. The window is part of it, and in a
 /// delayed job the two images that a checkpoint copies at a time.
-pub(in crate::job) fn window_need(
-    spec: &JobSpec,
-    layout: &Layout,
-    owned: &[ShardId],
-    storage: &Storage,
-) -> u64 {
-    let Size { count, bytes } = Size::of(spec, layout, owned, storage);
+pub(in crate::job) fn window_need(spec: &JobSpec, layout: &Layout, storage: &Storage) -> u64 {
+    let Size { count, bytes } = Size::of(spec, layout, storage);
     let aside = if spec.max_delay > 0 { 2 } else { 0 };
     (count * size_of::<u64>() + (count + aside) * bytes) as u64
 }
@@ -170,7 +167,7 @@ impl Window {
         storage: &Storage,
         pool: &ThreadPool,
     ) -> Result<Window, AllocationError> {
-        let Size { count, bytes } = Size::of(&share.spec, &share.layout, &share.owned, storage);
+        let Size { count, bytes } = Size::of(&share.spec, &share.layout, storage);
         let mut sizes = vec![bytes; count];
         sizes.push(count * size_of::<u64>());
         let mut regions = Slab::allocate(Slab::bytes_for(sizes.iter().copied()))?.carve(&sizes, pool)?;

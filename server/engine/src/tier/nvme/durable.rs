@@ -152,6 +152,7 @@ impl VersionWriter {
         self.each_file(|file| self.write_records(file, parity, &frame, copies))?;
         self.watch.check()?;
         self.pager.lock().durable = Some(record.version);
+        self.pager.give_back_released(record.version);
         self.pager.tell();
         Ok(())
     }

@@ -19,6 +19,7 @@ use super::super::{
     storage::Inputs,
 };
 use crate::{
+    ids::OwnedShard,
     io::{Direction, Disk, Part, Request},
     memory::Region,
 };
@@ -34,6 +35,7 @@ const GRADIENT_FILE: &str = "gradients";
 pub(in crate::tier) struct GradientFiles {
     plan: GradientPlan,
     disks: Vec<Arc<dyn Disk>>,
+    slots: u64,
     written: AtomicU64,
 }
 
@@ -54,21 +56,29 @@ struct GradientExtent {
 }
 
 impl GradientPlan {
-    fn new(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> GradientPlan {
+    /// The shards of `held`, which the job is opened with, come first.
+    fn new(spec: &JobSpec, layout: &Layout, held: &[ShardId], files: usize) -> GradientPlan {
         let mut plan =
             GradientPlan { shards: Vec::new(), files: vec![0; files], wire: spec.gradient_dtype.bytes() };
+        let others = (0..layout.shards()).map(ShardId).filter(|shard| !held.contains(shard));
         // Trained shards take turns, so that a file without any comes after all others.
         let mut trained = 0;
-        for &shard in owned {
+        for shard in held.iter().copied().chain(others) {
             let (file, elements) = (trained % files, layout.shard_len(shard));
             trained += usize::from(!layout.is_frozen(shard));
             let contributors = layout.contributors(shard).to_vec();
             let sum = if spec.accumulates(&contributors) { 4 } else { 0 };
             let extent = GradientExtent { shard, file, at: plan.files[file], elements, contributors, sum };
-            plan.files[file] += elements * plan.slot_bytes(&extent) * spec.gradient_slots() as u64;
+            plan.files[file] += plan.bytes(spec.gradient_slots() as u64, &extent);
             plan.shards.push(extent);
         }
+        plan.shards.sort_by_key(|extent| extent.shard);
         plan
+    }
+
+    /// The bytes that a shard's gradients take.
+    fn bytes(&self, slots: u64, extent: &GradientExtent) -> u64 {
+        extent.elements * self.slot_bytes(extent) * slots
     }
 
     /// The bytes that all contributions take for one element.
@@ -93,27 +103,41 @@ impl GradientPlan {
 /// Returns the space that gradients take in the state directories, and the bytes of it that a step writes.
 pub(super) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> (u64, u64) {
     let plan = GradientPlan::new(spec, layout, owned, files.max(1));
-    let disk = plan.files.iter().sum();
-    (disk, disk / spec.gradient_slots() as u64 * u64::from(spec.micro_steps))
+    let slots = spec.gradient_slots() as u64;
+    let disk: u64 = owned.iter().map(|shard| plan.bytes(slots, &plan.shards[shard.index()])).sum();
+    (disk, disk / slots * u64::from(spec.micro_steps))
 }
 
 impl GradientFiles {
     /// `folders` were taken for this job, one in each state directory.
     pub(super) fn create(inputs: &Inputs<'_>, folders: &[PathBuf]) -> Result<GradientFiles, Fault> {
-        let plan = GradientPlan::new(inputs.spec, inputs.layout, inputs.owned, folders.len());
+        let (spec, held) = (inputs.spec, inputs.placement.held(inputs.server));
+        let plan = GradientPlan::new(spec, inputs.layout, &held, folders.len());
         let opener = inputs.storage.opener();
-        let create = |(folder, bytes): (&PathBuf, &u64)| {
+        let create = |(folder, _): (&PathBuf, &u64)| {
             let path = folder.join(GRADIENT_FILE);
             // A process that was killed between these lines may have left a file.
             let _ = fs::remove_file(&path);
-            let disk = opener.create(&path, *bytes).map_err(io("reserve space for gradients", &path))?;
+            let disk = opener.create(&path).map_err(io("create", &path))?;
             // A simulated disk has no file.
             let _ = fs::remove_file(&path);
             Ok(disk)
         };
         let used = folders.iter().zip(&plan.files).filter(|(_, bytes)| **bytes > 0);
         let disks = used.map(create).collect::<Result<_, Fault>>()?;
-        Ok(GradientFiles { plan, disks, written: AtomicU64::new(0) })
+        let files =
+            GradientFiles { plan, disks, slots: spec.gradient_slots() as u64, written: AtomicU64::new(0) };
+        held.iter().try_for_each(|shard| files.make_room(OwnedShard(shard.index())))?;
+        Ok(files)
+    }
+}
+
+impl GradientFiles {
+    /// The part of a file that a shard's gradients take. None for a frozen shard.
+    fn space(&self, owned: OwnedShard) -> Option<(&dyn Disk, Range<u64>)> {
+        let extent = &self.plan.shards[owned.index()];
+        let bytes = self.plan.bytes(self.slots, extent);
+        (bytes > 0).then(|| (&*self.disks[extent.file], extent.at..extent.at + bytes))
     }
 }
 
@@ -135,6 +159,18 @@ impl GradientStore for GradientFiles {
             buffer,
             done: Box::new(move |buffer, result| done(buffer, result.map_err(io(doing, &path)))),
         });
+    }
+
+    fn make_room(&self, owned: OwnedShard) -> Result<(), Fault> {
+        let Some((disk, space)) = self.space(owned) else { return Ok(()) };
+        disk.reserve(space).map_err(io("reserve space for gradients", disk.path()))
+    }
+
+    fn release(&self, owned: OwnedShard) {
+        let Some((disk, space)) = self.space(owned) else { return };
+        if let Err(error) = disk.give_back(space) {
+            tracing::debug!(%error, "space of gradients stays");
+        }
     }
 
     fn describe(&self, GradientId { owned, kind, .. }: GradientId) -> String {

@@ -2,7 +2,7 @@
 
 use std::{path::Path, sync::Mutex};
 
-use longshore_proto::{Fault, ShardId};
+use longshore_proto::{Fault, ServerId, ShardId};
 
 use super::{
     super::{
@@ -24,8 +24,9 @@ use crate::{
 pub(in crate::tier) fn inspect(folder: &Folder, header: Header) -> Result<Report, Fault> {
     let layout = header.spec.validate()?;
     header.placement.validate(layout.shards())?;
-    let owned = header.placement.owned(header.server);
-    let plan = StorePlan::new(&header.spec, &layout, &owned, header.directories, header.spilled_images);
+    let held = header.placement.held(header.server);
+    let (files, spilled) = (header.directories, header.spilled_images);
+    let plan = StorePlan::new(&header.spec, &layout, &held, files, spilled, header.format);
     let data = folder.path.join("data");
     let disk = OpenFile::default().open(&data).map_err(io("open", &data))?;
     inspect_disk(&folder.path, &header, &plan, &*disk)
@@ -38,7 +39,7 @@ fn inspect_disk(path: &Path, header: &Header, plan: &StorePlan, disk: &dyn Disk)
     let records = Records::read(plan, &[disk], &[&meta], header.store)?;
     let mut versions = Vec::new();
     for stored in records.valid.values() {
-        versions.push(check_version(plan, header.directory, disk, &meta, stored)?);
+        versions.push(check_version(plan, header.server, header.directory, disk, &meta, stored)?);
     }
     Ok(Report {
         folder: path.to_path_buf(),
@@ -52,6 +53,7 @@ fn inspect_disk(path: &Path, header: &Header, plan: &StorePlan, disk: &dyn Disk)
 
 pub(super) fn check_version(
     plan: &StorePlan,
+    server: ServerId,
     file: usize,
     disk: &dyn Disk,
     meta: &Mutex<Option<Region>>,
@@ -67,17 +69,22 @@ pub(super) fn check_version(
     let (slots, roots) = (stored.slots, stored.roots[file]);
     let files: &FilePlan = &plan.files[file];
     let mut check = Check { plan, files, disk, meta, report: &mut report };
-    let is_apart = |owned: OwnedShard| stored.apart.iter().any(|apart| apart.owned == owned.index());
+    // The tables cover a shard of the version, unless it lies apart.
+    let is_covered = |owned: OwnedShard| {
+        let place = &plan.shards[owned.index()];
+        let is_apart = stored.apart.iter().any(|apart| Some(apart.owned) == place.position);
+        !is_apart && stored.record.versions_of(place.shard, server, place.opened).is_some()
+    };
     check.table(
         (files.state_table_at(slots.state), roots.state),
         &format!("slot {}", slots.state),
-        |check, owned, block| match is_apart(owned) {
-            true => Ok(None),
-            false => check.state_block(owned, slots.state, block).map(Some),
+        |check, owned, block| match is_covered(owned) {
+            true => check.state_block(owned, slots.state, block).map(Some),
+            false => Ok(None),
         },
     )?;
     for Apart { owned, slot, checksums, images } in &stored.apart {
-        let (owned, Some(slot)) = (OwnedShard(*owned), *slot) else { continue };
+        let (Some(&owned), Some(slot)) = (plan.order.get(*owned), *slot) else { continue };
         if !files.owned.contains(&owned) {
             continue;
         }
@@ -98,9 +105,9 @@ pub(super) fn check_version(
             check.table(
                 (files.image_table_at(slot), root),
                 &format!("image slot {slot}"),
-                |check, owned, block| match is_apart(owned) {
-                    true => Ok(None),
-                    false => check.image_block(owned, slot, block),
+                |check, owned, block| match is_covered(owned) {
+                    true => check.image_block(owned, slot, block),
+                    false => Ok(None),
                 },
             )?;
         }
@@ -137,7 +144,7 @@ impl Check<'_> {
             {
                 let found = read(self, owned, block)?;
                 if found.is_none() {
-                    continue; // an image of a frozen shard, or a shard that lies apart
+                    continue; // an image of a frozen shard, or a shard that lies apart or elsewhere
                 }
                 self.compare((owned, block), what, (found.unwrap_or_default(), expected));
             }

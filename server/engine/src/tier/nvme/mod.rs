@@ -141,7 +141,8 @@ impl NvmeTier {
         let stored = records.valid.get(&previous)?;
         let check = |file: usize| {
             let (disk, meta) = (&*self.pager.disks[file], &self.writer.meta[file]);
-            check_version(self.plan(), file, disk, meta, stored).is_ok_and(|report| report.damaged.is_empty())
+            check_version(self.plan(), self.pager.server, file, disk, meta, stored)
+                .is_ok_and(|report| report.damaged.is_empty())
         };
         (0..self.pager.disks.len()).all(check).then_some(previous)
     }
@@ -158,7 +159,15 @@ impl NvmeTier {
 }
 
 impl Tier for NvmeTier {
+    fn make_room(&self, owned: OwnedShard) -> Result<(), Fault> {
+        self.pager.make_room(owned)
+    }
+
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
+        if self.pager.is_blank(owned) {
+            // The space of a shard that comes back may have been given back after room was made for it.
+            self.pager.make_room(owned)?;
+        }
         let mut held = self.pager.take(owned)?;
         let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned.index()].state_bytes];
         // An earlier part of the load was written to make room, so it is verified. New parts have no

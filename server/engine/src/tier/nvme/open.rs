@@ -12,7 +12,7 @@ use super::{
         claim,
         contract::{Durable, Opened, Recovered, Store},
         fault::{conflict, exhausted, io},
-        folder::{Folder, HEADER_FILE, Header, Watch, paths, vanished},
+        folder::{ALL_PLACES, Folder, HEADER_FILE, Header, Watch, paths, vanished},
         storage::{Inputs, Storage, StoreNeed},
         stored::{finish_job, remove_all, said},
     },
@@ -46,14 +46,15 @@ pub(in crate::tier) fn need(
     owned: &[ShardId],
     storage: &Storage,
 ) -> StoreNeed {
-    let plan = StorePlan::new(spec, layout, owned, storage.dirs.len().max(1), storage.spills(spec));
+    let plan =
+        StorePlan::new(spec, layout, owned, storage.dirs.len().max(1), storage.spills(spec), ALL_PLACES);
     let resident = residents(&plan, storage);
     let of_residents = plan.shards.iter().zip(&resident).filter(|(_, resident)| **resident);
     let resident_bytes: usize = of_residents.map(|(place, _)| place.bytes()).sum();
-    let buffers = buffers(&resident, storage) * plan.largest()
+    let buffers = buffers(&plan, &resident, storage) * plan.largest()
         + plan.files.len() * plan.meta_bytes()
         + ReadWindow::bytes(plan.pulled_parts(PART_BYTES));
-    let written: usize = plan.shards.iter().filter(|place| !place.frozen).map(|place| place.bytes()).sum();
+    let written: usize = plan.opened().filter(|place| !place.frozen).map(|place| place.bytes()).sum();
     let (rank_memory, rank_disk) = ranks::need(spec.world_size);
     let mut need = StoreNeed {
         buffers: buffers as u64 + rank_memory,
@@ -69,25 +70,30 @@ pub(in crate::tier) fn need(
     need
 }
 
-/// Marks the resident shards: as many as fit, spread evenly, so that the disk is busy all through a step.
+/// Marks the resident shards among those that the store is made with: as many as fit, spread evenly, so that the disk
+/// is busy all through a step.
 fn residents(plan: &StorePlan, storage: &Storage) -> Vec<bool> {
-    let count = plan.shards.len() as u64;
-    let total: usize = plan.shards.iter().map(|place| place.bytes()).sum();
+    let count = plan.opened().count() as u64;
+    let total: usize = plan.opened().map(|place| place.bytes()).sum();
     let largest = plan.largest().max(1) as u64;
     let all = storage.resident_bytes >= total as u64;
     let fitting = if all { count } else { (storage.resident_bytes / largest).min(count) };
-    (0..count).map(|index| (index + 1) * fitting / count > index * fitting / count).collect()
+    let mut numbers = 0..count;
+    let mut is_resident =
+        || numbers.next().is_some_and(|of| (of + 1) * fitting / count > of * fitting / count);
+    plan.shards.iter().map(|place| place.opened && is_resident()).collect()
 }
 
-fn buffers(resident: &[bool], storage: &Storage) -> usize {
-    let spilled = resident.iter().filter(|resident| !**resident).count();
-    storage.buffers.max(1).min(spilled)
+/// Number of buffers, for all shards that are not resident or may come.
+fn buffers(plan: &StorePlan, resident: &[bool], storage: &Storage) -> usize {
+    let residents = resident.iter().filter(|resident| **resident).count();
+    storage.buffers.max(1).min(plan.order.len() - residents)
 }
 
 impl StoreMemory {
     fn allocate(plan: &StorePlan, storage: &Storage) -> Result<StoreMemory, AllocationError> {
         let resident = residents(plan, storage);
-        let count = buffers(&resident, storage);
+        let count = buffers(plan, &resident, storage);
         let of_residents = plan.shards.iter().zip(&resident).filter(|(_, resident)| **resident);
         let mut sizes = vec![plan.largest(); count];
         sizes.extend(vec![plan.meta_bytes(); plan.files.len()]);
@@ -145,8 +151,9 @@ impl NvmeTier {
         finish_job(&storage.dirs, &inputs.spec.name);
         let mut folders = take(inputs)?;
         let existing = in_order(&mut folders, &header(inputs, 0))?;
-        let spilled = storage.spills(inputs.spec);
-        let plan = StorePlan::new(inputs.spec, inputs.layout, inputs.owned, folders.len(), spilled);
+        let (spilled, held) = (storage.spills(inputs.spec), inputs.placement.held(inputs.server));
+        let format = existing.as_ref().map_or(ALL_PLACES, |header| header.format);
+        let plan = StorePlan::new(inputs.spec, inputs.layout, &held, folders.len(), spilled, format);
         let memory = StoreMemory::allocate(&plan, storage).map_err(exhausted)?;
         let Some(Header { store, .. }) = existing else {
             let store = create(inputs, &mut folders, &plan)?;
@@ -204,7 +211,7 @@ impl NvmeTier {
         let newer = records.valid.keys().copied().filter(|version| *version > record.version).collect();
         let recovery = Recovery { record: record.clone(), slots, previous, newer };
         *crate::lock(&self.recovery) = Some(recovery);
-        self.pager.recovered(slots, record.version, &apart)?;
+        self.pager.recovered(slots, &record, &apart)?;
         Ok(Some(record))
     }
 
@@ -246,7 +253,7 @@ impl NvmeTier {
 }
 
 fn header(inputs: &Inputs<'_>, store: u64) -> Header {
-    Header::new(inputs, store, inputs.storage.dirs.len())
+    Header::new(inputs, ALL_PLACES, store, inputs.storage.dirs.len())
 }
 
 fn take(inputs: &Inputs<'_>) -> Result<Vec<Folder>, Fault> {
@@ -318,10 +325,12 @@ fn create(inputs: &Inputs<'_>, folders: &mut [Folder], plan: &StorePlan) -> Resu
 
 fn fill(inputs: &Inputs<'_>, folders: &[Folder], plan: &StorePlan, store: u64) -> Result<(), Fault> {
     let opener = inputs.storage.opener();
-    for (directory, (folder, file)) in folders.iter().zip(&plan.files).enumerate() {
+    for (directory, folder) in folders.iter().enumerate() {
         folder.clear()?;
         let path = folder.path.join(DATA_FILE);
-        opener.create(&path, file.bytes()).map_err(io("reserve space", &path))?;
+        let disk = opener.create(&path).map_err(io("create", &path))?;
+        let mut parts = plan.space_at_first(directory).into_iter();
+        parts.try_for_each(|part| disk.reserve(part)).map_err(io("reserve space", &path))?;
         if directory == 0 {
             ranks::create(&*opener, &folder.path.join(RANKS_FILE), inputs.spec.world_size)?;
         }

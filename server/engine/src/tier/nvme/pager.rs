@@ -2,6 +2,7 @@
 
 use std::{
     mem,
+    ops::RangeInclusive,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -30,9 +31,12 @@ use crate::{
 const LOST: &str =
     "see the host's memory and drives, and start the server again: it goes on from the version before";
 
+/// Versions after a shard's release until no record names it: two are kept, and one may be on its way.
+const NAMED_BY: u64 = 3;
+
 pub(super) struct ShardPager {
     pub(super) plan: StorePlan,
-    server: ServerId,
+    pub(super) server: ServerId,
     pub(super) disks: Vec<Arc<dyn Disk>>,
     pub(super) checksums: Vec<BlockChecksums>,
     /// Bytes handed to the drives to write.
@@ -80,6 +84,8 @@ struct Entry {
     blank: bool,
     /// The table of its slot has its checksums. False for a shard that was fetched and not updated since.
     tabled: bool,
+    /// Version at which the shard was released here, until its space is given back.
+    released_at: Option<Version>,
     /// The slot of an image that was fetched: the slot's table does not have its checksums.
     fetched_image: Option<u8>,
     /// Time of the last use; larger is later.
@@ -128,6 +134,7 @@ impl ShardPager {
                 blank: true,
                 tabled: false,
                 fetched_image: None,
+                released_at: None,
                 used: 0,
             }
         });
@@ -162,6 +169,10 @@ impl ShardPager {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, PagerState> {
         lock(&self.state)
+    }
+
+    pub(super) fn is_blank(&self, owned: OwnedShard) -> bool {
+        self.lock().entries[owned.index()].blank
     }
 
     pub(super) fn is_resident(&self, owned: OwnedShard) -> bool {
@@ -284,10 +295,7 @@ impl ShardPager {
     /// Gives back a shard that was only read or loaded.
     pub(super) fn keep(self: &Arc<Self>, owned: OwnedShard, held: Held) {
         let mut state = self.lock();
-        let count = state.entries.len();
-        // No update takes a frozen shard.
-        let soon = !self.plan.shards[owned.index()].frozen
-            && (owned.index() + count - state.next.index()) % count < self.buffers;
+        let soon = self.in_turn(&state).take(self.buffers).any(|next| next == owned);
         if held.dirty || self.resident[owned.index()] || soon {
             let entry = &mut state.entries[owned.index()];
             if held.dirty {
@@ -309,20 +317,22 @@ impl ShardPager {
     pub(super) fn recovered(
         self: &Arc<Self>,
         slots: Slots,
-        version: Version,
+        record: &Record,
         apart: &[Apart],
     ) -> Result<(), Fault> {
         let mut state = self.lock();
-        (state.slots, state.version) = (slots, version);
-        for entry in &mut state.entries {
-            (entry.slot, entry.blank, entry.tabled) = (slots.state, false, true);
+        (state.slots, state.version) = (slots, record.version);
+        for (owned, entry) in state.entries.iter_mut().enumerate() {
+            let is_here = self.kept(record, owned).is_some();
+            (entry.slot, entry.blank, entry.tabled) = (slots.state, !is_here, is_here);
         }
         for Apart { owned, slot, checksums, images } in apart {
-            let Some(entry) = state.entries.get_mut(*owned) else { continue };
+            let Some(owned) = self.plan.order.get(*owned).map(|owned| owned.index()) else { continue };
+            let entry = &mut state.entries[owned];
             (entry.slot, entry.blank, entry.tabled) = (slot.unwrap_or_default(), slot.is_none(), false);
             // Only the older image can have been fetched where there are two.
             entry.fetched_image = images.last().map(|(slot, _)| *slot);
-            let cells = &self.checksums[*owned];
+            let cells = &self.checksums[owned];
             let images =
                 images.iter().filter_map(|(slot, sums)| Some((cells.images.get(*slot as usize)?, sums)));
             for (cells, checksums) in images.chain([(&cells.state, checksums)]) {
@@ -441,22 +451,26 @@ impl ShardPager {
         disk.submit(Request { direction: Direction::Read, parts, buffer, done });
     }
 
-    /// Prefetches the next shards in forward order, as far as there are buffers. No update needs a frozen
-    /// one.
+    /// Prefetches the next shards in forward order, as far as there are buffers.
     fn read_ahead(self: &Arc<Self>, state: &mut PagerState) {
-        let count = state.entries.len();
-        let order = (0..count)
-            .map(|step| OwnedShard((state.next.index() + step) % count))
-            .filter(|&owned| !self.resident[owned.index()] && !self.plan.shards[owned.index()].frozen);
-        let ahead: Vec<OwnedShard> = order.take(self.buffers).collect();
+        let ahead: Vec<OwnedShard> = self.in_turn(state).take(self.buffers).collect();
         for owned in ahead {
-            let entry = &state.entries[owned.index()];
-            if entry.blank || !matches!(entry.holding, Holding::Disk) {
+            if !matches!(state.entries[owned.index()].holding, Holding::Disk) {
                 continue;
             }
             let Some(region) = state.free.pop() else { return };
             self.read(state, owned, region);
         }
+    }
+
+    /// The shards that updates take from the drives, from the next one on in forward order. No update needs a frozen one.
+    fn in_turn<'a>(&'a self, state: &'a PagerState) -> impl Iterator<Item = OwnedShard> + 'a {
+        let count = state.entries.len();
+        let order = (0..count).map(move |step| OwnedShard((state.next.index() + step) % count));
+        order.filter(|owned| {
+            let is_read = !self.resident[owned.index()] && !self.plan.shards[owned.index()].frozen;
+            is_read && !state.entries[owned.index()].blank
+        })
     }
 
     /// Writes an updated shard in the background, and prefetches the next.
@@ -556,7 +570,10 @@ impl ShardPager {
                 && !(may_lack && state.entries[owned.index()].blank)
             {
                 self.write_dirty(&mut state, owned);
-            } else if state.entries[owned.index()].blank && !may_lack {
+            } else if state.entries[owned.index()].blank
+                && !may_lack
+                && self.plan.shards[owned.index()].opened
+            {
                 return Err(internal(self.plan.shards[owned.index()].shard, "loaded before the start"));
             }
         }
@@ -567,8 +584,7 @@ impl ShardPager {
     /// true if the version has shards that no table covers.
     pub(super) fn write_fetched(self: &Arc<Self>, record: &Record, slots: Slots) -> Result<bool, Fault> {
         let is_untabled = |state: &PagerState, owned: OwnedShard| {
-            let (entry, place) = (&state.entries[owned.index()], &self.plan.shards[owned.index()]);
-            let versions = record.versions_of(place.shard, self.server);
+            let (entry, versions) = (&state.entries[owned.index()], self.kept(record, owned.index()));
             !entry.blank && !entry.tabled && versions.is_some_and(|of| *of.end() == record.version)
         };
         let is_fetched = |state: &PagerState, owned: OwnedShard| {
@@ -611,8 +627,8 @@ impl ShardPager {
     /// older image.
     pub(super) fn tabled(&self, record: &Record, slots: Slots, first: bool) {
         let mut state = self.lock();
-        for (entry, place) in state.entries.iter_mut().zip(&self.plan.shards) {
-            if entry.blank || record.versions_of(place.shard, self.server).is_none() {
+        for (owned, (entry, place)) in state.entries.iter_mut().zip(&self.plan.shards).enumerate() {
+            if entry.blank || self.kept(record, owned).is_none() {
                 continue;
             }
             entry.tabled |= place.frozen || entry.slot == slots.state;
@@ -625,10 +641,11 @@ impl ShardPager {
         let state = self.lock();
         let apart = |(owned, entry): (usize, &Entry)| {
             let (place, cells) = (&self.plan.shards[owned], &self.checksums[owned]);
-            let kept = record.versions_of(place.shard, self.server).filter(|_| !entry.blank);
-            let Some(kept) = kept else {
+            let kept = self.kept(record, owned)?;
+            let owned = place.position?;
+            if entry.blank {
                 return Some(Apart { owned, slot: None, checksums: Vec::new(), images: Vec::new() });
-            };
+            }
             let is_stored = |(version, _): &(Version, u8)| place.image_bytes > 0 && kept.contains(version);
             let mut images: Vec<u8> =
                 slots.images(record.version).filter(is_stored).map(|(_, slot)| slot).collect();
@@ -647,14 +664,37 @@ impl ShardPager {
         state.entries.iter().enumerate().filter_map(apart).collect()
     }
 
+    /// The versions of a shard that a record says this server has.
+    fn kept(&self, record: &Record, owned: usize) -> Option<RangeInclusive<Version>> {
+        let place = &self.plan.shards[owned];
+        record.versions_of(place.shard, self.server, place.opened)
+    }
+
+    /// Reserves the space of a shard that may come. Space that is reserved already stays.
+    pub(super) fn make_room(&self, owned: OwnedShard) -> Result<(), Fault> {
+        let place = &self.plan.shards[owned.index()];
+        let disk = &self.disks[place.file];
+        if place.position.is_none() {
+            let value = format!("{} (format 1: without a place for {})", disk.path().display(), place.shard);
+            let remedy =
+                "name servers that are new to the job; or checkpoint it, and restore it on other servers";
+            return Err(Fault::new(FaultKind::Precondition, FIELD, value, "a store of format 2", remedy));
+        }
+        self.lock().entries[owned.index()].released_at = None;
+        let mut parts = self.plan.space(owned).into_iter();
+        parts.try_for_each(|part| disk.reserve(part)).map_err(io("reserve space", disk.path()))
+    }
+
     /// Forgets a shard that another server has.
     pub(super) fn release(self: &Arc<Self>, owned: OwnedShard) {
         let freed = self.until(|state| {
+            let version = state.version;
             let entry = &mut state.entries[owned.index()];
             if matches!(entry.holding, Holding::Reading | Holding::Writing | Holding::Busy) {
                 return false;
             }
             (entry.blank, entry.tabled, entry.fetched_image) = (true, false, None);
+            entry.released_at = Some(version);
             if !self.resident[owned.index()]
                 && let Holding::Ready(held) = mem::replace(&mut entry.holding, Holding::Disk)
             {
@@ -666,6 +706,23 @@ impl ShardPager {
             tracing::debug!(%fault, "a shard that was handed over is not freed");
         }
         self.changed.notify_all();
+    }
+
+    /// Gives the space of released shards back, once no record names them. The record of `version` is durable.
+    pub(super) fn give_back_released(&self, version: Version) {
+        // A shard that comes back must not lose what is written meanwhile.
+        let mut state = self.lock();
+        for (owned, entry) in state.entries.iter_mut().enumerate() {
+            let is_over = |at: &mut Version| at.0 + NAMED_BY <= version.0;
+            if entry.released_at.take_if(is_over).is_none() || !entry.blank {
+                continue;
+            }
+            let disk = &self.disks[self.plan.shards[owned].file];
+            let mut parts = self.plan.space(OwnedShard(owned)).into_iter();
+            if let Err(error) = parts.try_for_each(|part| disk.give_back(part)) {
+                tracing::debug!(%error, "space of a shard that was handed over stays");
+            }
+        }
     }
 
     /// Waits until no transfer is in flight, failed or not.

@@ -1,6 +1,8 @@
 //! Place of every byte of an `nvme` store: the shards over the directories, each directory's file, and the slots
 //! of a version.
 
+use std::ops::Range;
+
 use longshore_proto::{
     JobSpec, Layout, ShardId, Version,
     limits::{BLOCK_ELEMENTS, MAX_DELAY},
@@ -10,12 +12,10 @@ use serde::{Deserialize, Serialize};
 
 use super::super::{
     Shape, StateMut, StateRef,
+    folder::ALL_PLACES,
     record::{RECORD_BYTES, SECTOR, crc64},
 };
-use crate::{
-    ids::{OwnedShard, OwnedShards},
-    io::Part,
-};
+use crate::{ids::OwnedShard, io::Part};
 
 /// Number of slots of a shard's state. An update writes the slot that does not hold the last durable version.
 pub(super) const STATE_SLOTS: u8 = 2;
@@ -25,8 +25,9 @@ pub(super) const IMAGE_SLOTS: u8 = 3;
 /// Copies of each record in a directory, by version parity: one damaged sector must not cost a version.
 pub(super) const RECORD_COPIES: usize = 2;
 
-/// Layout of a directory's file, `data`. All of it is reserved when it is made; offsets are
-/// multiples of 4 KiB.
+/// Layout of a directory's file, `data`. Every shard of the job has a place in one of the files. Those that the store is
+/// made with come first, and their space is reserved then. The other places are holes until their shards come. Offsets
+/// are multiples of 4 KiB.
 ///
 /// ```text
 /// records      [version parity 0: copy, copy] [version parity 1: copy, copy]     4 MiB each, framed (tier/record.rs)
@@ -52,7 +53,10 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// Slots of one parity lie together, so that a step reads one sequential run and writes another.
 #[derive(Clone, Debug)]
 pub(super) struct StorePlan {
+    /// By shard.
     pub(super) shards: Vec<ShardExtent>,
+    /// The shards that have a place, in the order of their places.
+    pub(super) order: Vec<OwnedShard>,
     pub(super) files: Vec<FilePlan>,
     /// Images are stored beside the state.
     pub(super) images: bool,
@@ -65,6 +69,10 @@ pub(super) struct StorePlan {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ShardExtent {
     pub(super) shard: ShardId,
+    /// The store was made with the shard.
+    pub(super) opened: bool,
+    /// Its position in [`StorePlan::order`]. None in a store of format 1 that was made without the shard.
+    pub(super) position: Option<usize>,
     pub(super) file: usize,
     pub(super) elements: usize,
     pub(super) shape: Shape,
@@ -80,7 +88,7 @@ pub(super) struct ShardExtent {
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct FilePlan {
-    /// The file's shards, in the order of `owned` shards.
+    /// The file's shards, in the order of their places.
     pub(super) owned: Vec<OwnedShard>,
     pub(super) blocks: usize,
     state_bytes: u64,
@@ -89,49 +97,97 @@ pub(super) struct FilePlan {
 }
 
 impl StorePlan {
-    /// With `spilled`, images are stored for every job.
+    /// The plan of a store that is made with the shards of `opened`. With `spilled`, images are stored for every job.
+    /// In `format` 1 only those shards have a place.
     pub(super) fn new(
         spec: &JobSpec,
         layout: &Layout,
-        owned: &[ShardId],
+        opened: &[ShardId],
         files: usize,
         spilled: bool,
+        format: u32,
     ) -> StorePlan {
         let images = spilled || spec.max_delay >= MAX_DELAY;
         let image_block = (BLOCK_ELEMENTS * spec.image_dtype.bytes()) as usize;
-        let mut plan = StorePlan {
-            shards: Vec::with_capacity(owned.len()),
-            files: vec![FilePlan::default(); files],
-            images,
-            spilled,
-            image_block,
+        let without_place = |shard: ShardId| ShardExtent {
+            shard,
+            opened: false,
+            position: None,
+            file: 0,
+            elements: 0,
+            shape: Shape::of_shard(spec, layout, shard),
+            frozen: layout.is_frozen(shard),
+            state_bytes: 0,
+            image_bytes: 0,
+            state_at: 0,
+            image_at: 0,
         };
-        for (owned, &shard) in OwnedShards::all(owned.len()).zip(owned) {
-            let elements = layout.shard_len(shard) as usize;
-            let (shape, frozen) = (Shape::of_shard(spec, layout, shard), layout.is_frozen(shard));
-            let stored = images && !frozen;
-            let image_bytes = if stored { elements / BLOCK_ELEMENTS as usize * image_block } else { 0 };
-            // Files take turns, so that neighbours in forward order come from different devices.
-            let file = &mut plan.files[owned.index() % files];
-            // 8-bit moments do not fill whole sectors.
-            let state_bytes = shape.bytes(elements).next_multiple_of(SECTOR);
-            plan.shards.push(ShardExtent {
-                shard,
-                file: owned.index() % files,
-                elements,
-                shape,
-                frozen,
-                state_bytes,
-                image_bytes,
-                state_at: if frozen { file.frozen_bytes } else { file.state_bytes },
-                image_at: file.image_bytes,
-            });
-            file.owned.push(owned);
-            file.blocks += elements / BLOCK_ELEMENTS as usize;
-            *(if frozen { &mut file.frozen_bytes } else { &mut file.state_bytes }) += state_bytes as u64;
-            file.image_bytes += image_bytes as u64;
-        }
+        let shards: Vec<ShardExtent> = (0..layout.shards()).map(ShardId).map(without_place).collect();
+        let files = vec![FilePlan::default(); files];
+        let mut plan = StorePlan { shards, order: Vec::new(), files, images, spilled, image_block };
+        opened.iter().for_each(|&shard| plan.add_place(layout, shard, true));
+        let others: Vec<ShardId> =
+            plan.shards.iter().filter(|place| !place.opened).map(|place| place.shard).collect();
+        others
+            .into_iter()
+            .filter(|_| format >= ALL_PLACES)
+            .for_each(|shard| plan.add_place(layout, shard, false));
         plan
+    }
+
+    fn add_place(&mut self, layout: &Layout, shard: ShardId, opened: bool) {
+        let (owned, position) = (OwnedShard(shard.index()), self.order.len());
+        let place = &mut self.shards[owned.index()];
+        let elements = layout.shard_len(shard) as usize;
+        // Files take turns, so that neighbours in forward order come from different devices.
+        let number = position % self.files.len();
+        let file = &mut self.files[number];
+        (place.opened, place.position, place.file, place.elements) =
+            (opened, Some(position), number, elements);
+        // 8-bit moments do not fill whole sectors.
+        place.state_bytes = place.shape.bytes(elements).next_multiple_of(SECTOR);
+        if self.images && !place.frozen {
+            place.image_bytes = place.blocks() * self.image_block;
+        }
+        let before = if place.frozen { &mut file.frozen_bytes } else { &mut file.state_bytes };
+        (place.state_at, place.image_at) = (*before, file.image_bytes);
+        *before += place.state_bytes as u64;
+        file.image_bytes += place.image_bytes as u64;
+        file.blocks += place.blocks();
+        file.owned.push(owned);
+        self.order.push(owned);
+    }
+
+    /// The shards that the store is made with.
+    pub(super) fn opened(&self) -> impl Iterator<Item = &ShardExtent> {
+        self.shards.iter().filter(|place| place.opened)
+    }
+
+    /// The parts of its file that a shard takes: offsets and lengths.
+    pub(super) fn space(&self, owned: OwnedShard) -> Vec<Range<u64>> {
+        let place = &self.shards[owned.index()];
+        let slots = |count: u8| if place.frozen { 0..1 } else { 0..count };
+        let states = slots(STATE_SLOTS).map(|slot| self.state_part(owned, slot));
+        let images = slots(IMAGE_SLOTS).map(|slot| self.image_part(owned, slot));
+        let parts = states.chain(images).filter(|part| !part.range.is_empty());
+        parts.map(|part| part.offset..part.offset + part.range.len() as u64).collect()
+    }
+
+    /// The parts of a file that the store is made with, in order and joined: records and tables, and its shards.
+    pub(super) fn space_at_first(&self, file: usize) -> Vec<Range<u64>> {
+        let owned = self.files[file].owned.iter();
+        let opened = owned.filter(|owned| self.shards[owned.index()].opened);
+        let mut all: Vec<Range<u64>> = opened.flat_map(|&owned| self.space(owned)).collect();
+        all.push(0..self.files[file].slots_at());
+        all.sort_by_key(|part| part.start);
+        let mut joined: Vec<Range<u64>> = Vec::new();
+        for part in all {
+            match joined.last_mut().filter(|last| last.end == part.start) {
+                Some(last) => last.end = part.end,
+                None => joined.push(part),
+            }
+        }
+        joined
     }
 
     /// The bytes of the largest shard with its image, which is a buffer's size.
@@ -152,11 +208,13 @@ impl StorePlan {
 
     /// Returns the number of parts of `bytes` bytes that pulls may read.
     pub(super) fn pulled_parts(&self, bytes: usize) -> usize {
-        OwnedShards::all(self.shards.len()).map(|owned| self.pulled_bytes(owned).div_ceil(bytes)).sum()
+        self.order.iter().map(|&owned| self.pulled_bytes(owned).div_ceil(bytes)).sum()
     }
 
+    /// The bytes that the store is made with.
     pub(super) fn disk_bytes(&self) -> u64 {
-        self.files.iter().map(FilePlan::bytes).sum()
+        let parts = (0..self.files.len()).flat_map(|file| self.space_at_first(file));
+        parts.map(|part| part.end - part.start).sum()
     }
 
     /// Length of a buffer for records and tables, which is the largest of them.
@@ -249,10 +307,6 @@ impl FilePlan {
             + u64::from(STATE_SLOTS) * self.state_bytes
             + u64::from(IMAGE_SLOTS) * self.image_bytes
     }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.frozen_at() + self.frozen_bytes
-    }
 }
 
 /// The slots of the version that all shards have, or had before the current step.
@@ -267,7 +321,7 @@ pub(super) struct Slots {
 /// A shard that the tables of a version's slots do not cover, since this server did not make its state and both images.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Apart {
-    /// Its index among the owned shards.
+    /// Its position in [`StorePlan::order`].
     pub(super) owned: usize,
     /// The slot of its state. None: another server has the shard.
     pub(super) slot: Option<u8>,
@@ -296,5 +350,44 @@ impl Slots {
     /// The slots after a skipped step: the same state, and one image for both versions.
     pub(super) fn skipped(&self) -> Slots {
         Slots { older_image: Some(self.image), ..*self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use longshore_proto::{JobName, Param};
+
+    use super::{super::super::folder::FORMAT_VERSION, *};
+
+    #[test]
+    fn every_shard_has_a_place_of_its_own_and_those_of_format_1_lie_as_before() {
+        let params = vec![Param { name: "all".into(), shape: vec![9 * BLOCK_ELEMENTS], group: 0 }];
+        let spec = JobSpec::new(JobName::parse("name", "places").unwrap(), params);
+        let spec = JobSpec { shard_elements: BLOCK_ELEMENTS, max_delay: 1, ..spec };
+        let layout = spec.validate().unwrap();
+        let opened: Vec<ShardId> = (1..9).step_by(2).map(ShardId).collect();
+        let [before, plan] = [FORMAT_VERSION, ALL_PLACES]
+            .map(|format| StorePlan::new(&spec, &layout, &opened, 2, false, format));
+        for (old, new) in before.shards.iter().zip(&plan.shards) {
+            assert_eq!(old.position.is_some(), opened.contains(&old.shard));
+            assert!(new.position.is_some() && old.opened == new.opened);
+            assert!(
+                !old.opened
+                    || (old.file, old.state_at, old.image_at) == (new.file, new.state_at, new.image_at)
+            );
+            assert_eq!(before.space(OwnedShard(old.shard.index())).len(), if old.opened { 5 } else { 0 });
+        }
+        for file in 0..2 {
+            let mut spaces: Vec<Range<u64>> =
+                plan.files[file].owned.iter().flat_map(|&owned| plan.space(owned)).collect();
+            spaces.sort_by_key(|space| space.start);
+            assert!(
+                spaces[0].start == plan.files[file].slots_at()
+                    && spaces.is_sorted_by(|a, b| a.end <= b.start)
+            );
+            // Two slots of the state, three of the image.
+            assert_eq!(plan.space_at_first(file).len(), 5);
+            assert_eq!(before.space_at_first(file).len(), 1);
+        }
     }
 }

@@ -80,8 +80,9 @@ pub(super) fn need(world_size: u32) -> (u64, u64) {
     (area, area * PARITIES * COPIES)
 }
 
-pub(super) fn create(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Result<Arc<dyn Disk>, Fault> {
-    opener.create(path, need(world_size).1).map_err(io("reserve space", path))
+pub(super) fn create(opener: &dyn OpenDisk, path: &Path, world_size: u32) -> Result<(), Fault> {
+    let disk = opener.create(path).map_err(io("create", path))?;
+    disk.reserve(0..need(world_size).1).map_err(io("reserve space", path))
 }
 
 impl Ranks {

@@ -18,7 +18,7 @@ use crate::{
     tier::{
         contract::{Interrupted, Opened, Recovered, Store},
         fault::{FIELD, SHM_FIELD, io, named},
-        folder::{Folder, HEADER_FILE, Header, Watch},
+        folder::{FORMAT_VERSION, Folder, HEADER_FILE, Header, Watch},
         memory::MemoryTier,
         record::RECORD_BYTES,
         state::Shape,
@@ -101,7 +101,7 @@ impl ShmTier {
         finish_job(std::slice::from_ref(dir), &inputs.spec.name);
         let home = Folder::path(dir, &inputs.spec.name, inputs.server, servers);
         let folder = Folder::take(home.clone())?;
-        let header = Header::new(inputs, Header::unique_store(), 1);
+        let header = Header::new(inputs, FORMAT_VERSION, Header::unique_store(), 1);
         let sizes = Sizes::new(inputs.spec, inputs.layout, inputs.owned, buffers);
         if !folder.is_new()
             && let Some(found) = Header::read(&folder.path)?

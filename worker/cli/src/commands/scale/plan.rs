@@ -1,6 +1,6 @@
 //! The moves of a wish, computed as rank 0 does, and the memory that they take of each server.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use longshore_engine::{admission::Need, tier::Storage};
 use longshore_proto::{Fault, FaultKind, JobSpec, Layout, NO_SERVER, Placement, ServerId, ShardId, TierKind};
@@ -52,46 +52,43 @@ impl Plan {
         let spec = seen.answers.first().and_then(|answer| answer.spec.clone());
         let spec = JobSpec::from_wire(spec)?;
         let layout = spec.validate()?;
-        let rooms = members.each(async |mut admin| admin.scale(request.clone()).await)?;
-        let mut rooms: BTreeMap<String, BTreeSet<ShardId>> = rooms
-            .into_iter()
-            .map(|(address, answer)| (address, answer.room.into_iter().map(ShardId).collect()))
-            .collect();
+        members.each(async |mut admin| admin.scale(request.clone()).await)?;
         let number = |address: &String| {
             placement.members().find(|server| placement.servers[server.0 as usize] == *address)
         };
         let mut next = placement.servers.len() as u32;
         let known = |address: &&String| number(address).is_none();
         let added: Vec<String> = request.servers.iter().filter(known).cloned().collect();
-        let wanted: Vec<(ServerId, Option<BTreeSet<ShardId>>)> = request
+        let wanted: Vec<ServerId> = request
             .servers
             .iter()
-            .map(|address| match number(address) {
-                Some(server) => (server, rooms.remove(address)),
-                None => {
+            .map(|address| {
+                number(address).unwrap_or_else(|| {
                     next += 1;
-                    (ServerId(next - 1), None)
-                }
+                    ServerId(next - 1)
+                })
             })
             .collect();
-        let planned = plan_moves(placement, &layout, &wanted, &added);
         let Moved { mut moves, replicas, placement: target } =
-            planned.map_err(|shard| without_room(shard, request))?;
+            plan_moves(placement, &layout, &wanted, &added);
         moves.extend(replicas.into_iter().filter(|(_, to)| *to != NO_SERVER));
         let free = free(request, access)?;
         let part = |placement: &Placement, server| Part::of(&spec, &layout, placement, server);
         let mut rows: Vec<Row> = Vec::new();
-        for ((server, room), address) in wanted.iter().zip(&request.servers) {
+        for (server, address) in wanted.iter().zip(&request.servers) {
             let gains: Vec<ShardId> =
                 moves.iter().filter(|(_, to)| to == server).map(|(shard, _)| *shard).collect();
             let need = Need::of(&spec, &layout, &gains, &Storage::default());
             // A server of the job has its buffers and connections already.
-            let takes =
-                if room.is_some() { need.total() - need.transfers - need.buffers } else { need.total() };
+            let takes = if number(address).is_some() {
+                need.total() - need.transfers - need.buffers
+            } else {
+                need.total()
+            };
             let (now, then) = (part(placement, *server), part(&target, *server));
             rows.push(Row { address: address.clone(), now, then, takes, free: free.get(address).copied() });
         }
-        for server in placement.members().filter(|server| wanted.iter().all(|(of, _)| of != server)) {
+        for server in placement.members().filter(|server| !wanted.contains(server)) {
             let address = placement.servers[server.0 as usize].clone();
             let now = part(placement, server);
             rows.push(Row { address, now, then: Part::default(), takes: 0, free: None });
@@ -200,13 +197,4 @@ fn free(request: &v1::ScaleRequest, access: &Access) -> anyhow::Result<BTreeMap<
         (address, list.memory_budget.saturating_sub(list.memory_reserved) + kept)
     };
     Ok(lists.into_iter().zip(kept).map(free).collect())
-}
-
-fn without_room(shard: ShardId, request: &v1::ScaleRequest) -> Fault {
-    let (job, servers) = (&request.job, request.servers.join(","));
-    let limit = "servers that had the shard when the job was opened, or are new to it";
-    let remedy = format!(
-        "name one more, which is new to the job: `longshore scale --job {job} --to {servers},HOST:PORT`"
-    );
-    Fault::new(FaultKind::Exhausted, "servers", format!("{servers}, without room for {shard}"), limit, remedy)
 }
