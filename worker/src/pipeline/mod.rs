@@ -6,6 +6,7 @@ mod feeds;
 mod moves;
 mod options;
 mod outcome;
+mod plan;
 mod resume;
 mod shared;
 mod stats;
@@ -30,9 +31,9 @@ use self::{
     watch::Watcher,
 };
 pub use self::{
-    moves::{Moved, plan_moves},
     options::{Accumulate, DelayCorrection, HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
+    plan::{Moved, plan_moves},
     step::StepInputs,
 };
 use crate::{
