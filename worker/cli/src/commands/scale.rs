@@ -80,7 +80,7 @@ impl Seen {
     /// Returns why nothing moves. None while nothing is in the way.
     fn obstacle(&self) -> Option<&str> {
         let failures = self.scaling().map(|scaling| &*scaling.failure);
-        let without_rank_0 = (!self.has_rank_0()).then_some("no process of rank 0 trains the job");
+        let without_rank_0 = (!self.has_rank_0()).then_some("no process of rank 0 trains the job, and its steps are what moves shards: start it, or take the job there with `longshore checkpoint` and `longshore restore`");
         failures.chain(without_rank_0).find(|obstacle| !obstacle.is_empty())
     }
 
