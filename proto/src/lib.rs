@@ -21,7 +21,7 @@ pub mod properties;
 pub mod remedies;
 pub mod state;
 
-pub use commit::{Commit, Correction, DECISION_AWAITED};
+pub use commit::{Commit, Correction, DECISION_AWAITED, STATE_AWAITED};
 pub use contribution::{Contribution, ContributionChunk, Origin, Reads};
 pub use dtype::Dtype;
 pub use fault::{Fault, FaultKind};

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{DECISION_AWAITED, Fault, FaultKind, Rank, ServerId, Step, Version};
+use longshore_proto::{DECISION_AWAITED, Fault, FaultKind, Rank, STATE_AWAITED, ServerId, Step, Version};
 use longshore_wire::v1::DescribeResponse;
 
 use super::{
@@ -163,12 +163,17 @@ impl Cluster {
             return;
         }
         let answers = self.on_each(|server| self.glance(server)).await;
+        let is_silent = answers.values().any(|answer| answer.is_err() && !is_recovering(answer));
         let reasons = answers.into_iter().filter_map(|(server, answer)| Some((server, waits(answer)?)));
         let said: Vec<String> =
             reasons.map(|(server, reason)| format!("server {} {reason}", self.address(server))).collect();
         let reason = if said.is_empty() { "no server misses anything".to_string() } else { said.join("; ") };
         // Past the deadline the wait goes on only while every process is there.
-        let most = if start.elapsed() <= bound { bound } else { self.options.slow_deadline };
+        let most = match start.elapsed() <= bound {
+            true => bound,
+            false if is_silent => bound + bound.min(BACK),
+            false => self.options.slow_deadline,
+        };
         tracing::warn!(
             job = %self.job(),
             rank = self.options.rank.0,
@@ -199,10 +204,11 @@ impl Cluster {
         let answers = self.on_each(|server| self.glance(server)).await;
         let reason = |(server, answer)| Some((server, self.troubles.of(server).or_else(|| reason(answer))?));
         let reasons = answers.into_iter().filter_map(reason);
-        // A dead server explains why another server waits. A missing gradient explains why others lack the
-        // decision.
+        // A dead server explains why another server waits, and state that cannot be fetched why gradients are missing.
+        // A missing gradient explains why others lack the decision.
         let worst = reasons.max_by_key(|(_, fault)| {
-            (fault.kind == FaultKind::Unavailable, !fault.value.contains(DECISION_AWAITED))
+            let waits = |what: &str| fault.value.contains(what);
+            (fault.kind == FaultKind::Unavailable, waits(STATE_AWAITED), !waits(DECISION_AWAITED))
         });
         TimedOut {
             what,

@@ -48,7 +48,7 @@ impl Machine {
         }
         self.check_running()?;
         if let Some(shard) = self.owned_at(step).find(|shard| !shard.is_complete(step)) {
-            let missing = self.waiting_for().unwrap_or_else(|| format!("the sum of {}", shard.shard));
+            let missing = self.missing_gradient().unwrap_or_else(|| format!("the sum of {}", shard.shard));
             return Err(Refusal::CommitIncomplete { step, missing });
         }
         self.check_origin(step, origin)?;

@@ -6,7 +6,8 @@
 use std::collections::BTreeSet;
 
 use longshore_proto::{
-    Handover, Incarnation, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, Version,
+    Handover, Incarnation, NO_SERVER, Placement, PlacementChange, STATE_AWAITED, ServerId, ShardId, Step,
+    Version,
 };
 
 use super::{
@@ -54,6 +55,31 @@ impl Machine {
     /// Returns true if an update waits for a shard that is on its way.
     pub fn is_held(&self) -> bool {
         self.held.iter().any(|(owned, _)| self.shards[owned.index()].awaited)
+    }
+
+    /// Names the state that a held update waits for, and the other server: the source, or the new replica.
+    pub(super) fn awaited_state(&self) -> Option<String> {
+        let of = |(owned, _): &(OwnedShard, Step)| {
+            let shard = &self.shards[owned.index()];
+            let id = shard.shard;
+            match shard.lent {
+                Some(lent) => {
+                    let replica = self.placement.replica(id)?;
+                    Some(format!("{STATE_AWAITED}{id} at {lent} to reach server {}", self.address(replica)))
+                }
+                None if shard.awaited => {
+                    let version = Version(shard.span.start - 1);
+                    let source = self.placement.source(self.server, id, version);
+                    Some(format!("{STATE_AWAITED}{id} at {version} from server {}", self.address(source)))
+                }
+                None => None,
+            }
+        };
+        self.held.iter().find_map(of)
+    }
+
+    fn address(&self, server: ServerId) -> &str {
+        self.placement.servers.get(server.0 as usize).map_or("", String::as_str)
     }
 
     /// Returns true if this server takes a shard's gradients of `step` and makes its version.
@@ -198,7 +224,7 @@ impl Machine {
         let of = |shard: &ShardProgress| {
             let version = Version(shard.span.start - 1);
             let source = self.placement.source(self.server, shard.shard, version);
-            let address = self.placement.servers.get(source.0 as usize).cloned().unwrap_or_default();
+            let address = self.address(source).to_string();
             let is_replica = self.placement.replica(shard.shard) == Some(self.server);
             Awaited { shard: shard.shard, version, source, address, is_replica }
         };

@@ -209,12 +209,24 @@ impl Machine {
         (self.pauses, self.resumes, self.resumed_loss_scale)
     }
 
-    /// Names the ranks and shards that the next step waits for, or rank 0's decision on it. Returns None
-    /// while this server has work to do itself, and for a paused job that has the whole gradient.
+    /// Names the server whose state an update waits for, the ranks and shards that the next step waits for, or rank
+    /// 0's decision on it. Returns None while this server has work to do itself, and for a paused job that has the
+    /// whole gradient.
     pub fn waiting_for(&self) -> Option<String> {
         if self.phase == Phase::Loading {
             return Some("the initial weights (Tensors.Upload) or a checkpoint (Admin.Restore)".to_string());
         }
+        self.awaited_state().or_else(|| self.missing_gradient()).or_else(|| {
+            let step = self.version.next_step();
+            let decidable =
+                self.phase == Phase::Training && self.owned_at(step).all(|shard| shard.is_complete(step));
+            decidable
+                .then(|| format!("{DECISION_AWAITED}{step} (its commit) from {}", self.describe(Rank(0))))
+        })
+    }
+
+    /// Names the ranks and the shard that the next step waits for.
+    pub(super) fn missing_gradient(&self) -> Option<String> {
         let step = self.version.next_step();
         for shard in self.owned_at(step) {
             let slot = shard.slot(step);
@@ -237,9 +249,7 @@ impl Machine {
             }
             return Some(format!("{step}, {micro_step}, {} from {named}", shard.shard));
         }
-        let decidable =
-            self.phase == Phase::Training && self.owned_at(step).all(|shard| shard.is_complete(step));
-        decidable.then(|| format!("{DECISION_AWAITED}{step} (its commit) from {}", self.describe(Rank(0))))
+        None
     }
 
     fn describe(&self, rank: Rank) -> String {

@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, time::Instant};
 
-use longshore_proto::DECISION_AWAITED;
+use longshore_proto::{DECISION_AWAITED, STATE_AWAITED};
 use longshore_wire::v1::{self, DescribeResponse};
 
 use super::{
@@ -55,9 +55,11 @@ pub(crate) fn job_view(
     let [pushed_per_s, pulled_per_s, update_per_s] = known.rates();
     let times: Vec<f64> = known.steps.iter().rev().filter_map(|step| step.seconds).take(MEAN_OF).collect();
     let mean = times.iter().sum::<f64>() / times.len() as f64;
-    // A server that lacks a gradient explains why the others lack the decision.
+    // A server that lacks a shard's state explains why others lack gradients, and one that lacks a gradient why the others
+    // lack the decision.
     let waits = there.iter().map(|(_, answer)| &answer.waiting_for).filter(|waits| !waits.is_empty());
-    let waiting = waits.min_by_key(|waits| waits.starts_with(DECISION_AWAITED));
+    let waiting =
+        waits.min_by_key(|waits| (!waits.starts_with(STATE_AWAITED), waits.starts_with(DECISION_AWAITED)));
     let mut view = JobView {
         job: job.into(),
         state: state(&there),
