@@ -8,6 +8,7 @@ pub mod conformance;
 pub mod corpus;
 pub mod event;
 pub mod http;
+pub mod links;
 pub mod peer;
 pub mod process;
 pub mod proxy;

@@ -95,6 +95,11 @@ impl ServerOptions {
         }
         Longshored::start(options, &format!("{address}:0"))
     }
+
+    /// Starts a server at this address and port.
+    pub fn start_at(self, listen: &str) -> Longshored {
+        Longshored::start(self, listen)
+    }
 }
 
 /// A server process that drop kills. Drop also fails the test if the log has a warning that was not allowed.

@@ -30,6 +30,8 @@ pub struct Train {
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
     allowed: Vec<String>,
+    /// A command that runs the trainer. The trainer's arguments follow it.
+    under: Vec<String>,
 }
 
 impl Train {
@@ -37,8 +39,8 @@ impl Train {
     pub fn new(steps: u64) -> Train {
         let corpus = Arc::new(tempfile::tempdir().expect("a temporary folder"));
         corpus::write(corpus.path());
-        let (servers, arguments, environment, allowed) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        let train = Train { corpus, servers, arguments, environment, allowed };
+        let (servers, arguments, environment) = (Vec::new(), Vec::new(), Vec::new());
+        let train = Train { corpus, servers, arguments, environment, allowed: Vec::new(), under: Vec::new() };
         train.args(MODEL).args(["--steps", &steps.to_string(), "--shard-elements", "65536"]).args([
             "--eval-batches",
             "1",
@@ -81,9 +83,18 @@ impl Train {
         self
     }
 
+    /// Sets a command that runs the trainer, and execs it.
+    pub fn under(mut self, command: &[String]) -> Train {
+        self.under = command.to_vec();
+        self
+    }
+
     /// Returns the command without `--json`.
     pub fn command(&self) -> Command {
-        let mut command = binaries::command("longshore");
+        let mut command = match self.under.split_first() {
+            Some((program, rest)) => binaries::under("longshore", program, rest),
+            None => binaries::command("longshore"),
+        };
         command.arg("train").args(&self.arguments).arg("--data").arg(self.corpus.path());
         if !self.servers.is_empty() {
             command.args(["--servers", &self.servers.join(",")]);

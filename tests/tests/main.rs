@@ -23,6 +23,7 @@ mod import;
 mod inspect;
 mod kills;
 mod large;
+mod links;
 mod memory;
 mod monitoring;
 mod output;

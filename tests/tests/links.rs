@@ -1,0 +1,166 @@
+//! Trainer and servers on hosts of their own, over links of 25 MB/s with 200 ms there and back, where 1 % of all packets are
+//! lost and one way may be cut. The weights are those of an undisturbed run, and waits name the server at the other end.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use longshore_tests::{
+    conformance::cluster::eventually,
+    links::Links,
+    seed::Random,
+    server::{Longshored, ServerOptions},
+    skip, soak,
+    train::Train,
+};
+
+const RATE: f64 = 25e6;
+const DELAY: f64 = 0.1;
+const LOSS: f64 = 0.01;
+const STEPS: u64 = 6;
+const DEADLINE: Duration = Duration::from_secs(3);
+/// Time beyond the deadline in which a worker ends: answers that do not come have times of their own.
+const GRACE: Duration = Duration::from_secs(12);
+
+/// Makes hosts with bad links. None: the test is reported as skipped.
+#[track_caller]
+fn bad_links(hosts: usize, random: &mut Random) -> Option<Links> {
+    match Links::between(hosts, random.below(u64::MAX)) {
+        Ok(mut links) => {
+            links.set(RATE, DELAY, LOSS);
+            Some(links)
+        }
+        Err(reason) => {
+            skip::skipped(&reason);
+            None
+        }
+    }
+}
+
+fn on(links: &Links, host: usize, servers: &[&Longshored], train: &Train) -> Train {
+    let servers: Vec<String> = servers.iter().map(|server| server.address().to_string()).collect();
+    train.clone().under(&links.on(host)).servers(&servers).allow("waiting for a server")
+}
+
+/// One way is cut in the middle of training, until the worker says whom it waits for.
+fn outlives_a_cut(train: &Train, mut links: Links, [from, to]: [usize; 2]) {
+    let server = links.serve(0, ServerOptions::new());
+    let mut running = on(&links, 1, &[&server], train).start();
+    running.until_step(2);
+    links.cut(from, to);
+    let named = format!("server {} does not answer", server.address());
+    eventually("a wait that names the server", || {
+        let said = running.process.stderr();
+        (said.contains("still waiting for ") && said.contains(&named)).then_some(())
+    });
+    links.mend(from, to);
+    assert_eq!(running.finish().end.state_hash, train.undisturbed().hash);
+}
+
+#[test]
+fn training_outlives_a_link_that_is_cut_one_way() {
+    let (train, mut random) = (Train::new(STEPS), Random::new());
+    let Some(forth) = bad_links(2, &mut random) else { return };
+    let Some(back) = bad_links(2, &mut random) else { return };
+    train.undisturbed();
+    thread::scope(|scope| {
+        scope.spawn(|| outlives_a_cut(&train, forth, [1, 0]));
+        outlives_a_cut(&train, back, [0, 1]);
+    });
+}
+
+/// One way is cut for good: the worker ends in time, and its error names the server.
+fn ends_in_time(train: &Train, mut links: Links, [from, to]: [usize; 2]) {
+    let server = links.serve(0, ServerOptions::new());
+    let mut running = on(&links, 1, &[&server], train).start();
+    running.until_step(2);
+    links.cut(from, to);
+    let (stderr, _) = running.fails(DEADLINE + GRACE);
+    let error = stderr.lines().last().unwrap_or_default();
+    assert!(error.contains(server.address()) && error.contains("job default"), "{stderr}");
+}
+
+#[test]
+fn a_link_that_stays_cut_one_way_is_named_in_time() {
+    let deadline = DEADLINE.as_secs().to_string();
+    let (train, mut random) = (Train::new(1000).args(["--deadline-s", &deadline]), Random::new());
+    let Some(forth) = bad_links(2, &mut random) else { return };
+    let Some(back) = bad_links(2, &mut random) else { return };
+    thread::scope(|scope| {
+        scope.spawn(|| ends_in_time(&train, forth, [1, 0]));
+        ends_in_time(&train, back, [0, 1]);
+    });
+}
+
+/// The link between two servers is cut one way while shards move, and the worker reaches both.
+fn moves_over_a_cut([from, to]: [usize; 2]) {
+    let (train, mut random) = (Train::new(80), Random::new());
+    let Some(mut links) = bad_links(3, &mut random) else { return };
+    let expected = train.undisturbed().hash;
+    let source = links.serve(0, ServerOptions::new());
+    let next = links.serve(1, ServerOptions::new().allow("cannot be fetched yet"));
+    let mut running = on(&links, 2, &[&source], &train).start();
+    running.until_step(1);
+    links.cut(from, to);
+    let wish = [source.address(), next.address()].join(",");
+    let scale = ["scale", "--job", "default", "--servers", source.address(), "--to", &wish];
+    let asked = links.longshore(2, &scale);
+    assert_eq!(asked.code, 0, "{asked:?}");
+    eventually("a fetch that names its source", || {
+        let is_named = |line: &serde_json::Value| line["fields"]["source"] == source.address();
+        next.log().iter().any(is_named).then_some(())
+    });
+    let named = format!("server {} waits for the state of shard ", next.address());
+    eventually("a wait that names both servers", || {
+        let said = running.process.stderr();
+        let line = said.lines().find(|line| line.contains(&named))?;
+        line.contains(&format!("from server {}", source.address())).then_some(())
+    });
+    links.mend(from, to);
+    // The rest of the steps would take as long again.
+    links.set(RATE, 0.0, 0.0);
+    let done = links.longshore(2, &[&scale[..], &["--wait"]].concat());
+    assert_eq!(done.code, 0, "{done:?}");
+    assert_eq!(running.finish().end.state_hash, expected);
+}
+
+/// Any link is cut one way at any moment, for longer than connections live without an answer.
+fn wears_out(more: &[&str], cuts: u64) {
+    let (train, mut random) = (Train::new(60 * cuts).args(more), Random::new());
+    let Some(mut links) = bad_links(3, &mut random) else { return };
+    let expected = train.undisturbed().hash;
+    let options = ServerOptions::new().allow("cannot be fetched yet");
+    let servers = [0, 1].map(|host| links.serve(host, options.clone()));
+    let both: Vec<&Longshored> = servers.iter().collect();
+    let train = train.args(["--deadline-s", "120"]).allow("cannot be changed yet");
+    let mut running = on(&links, 2, &both[..1], &train).start();
+    running.until_started();
+    for _ in 0..cuts {
+        running.until_steps(1);
+        let to = [&both[..1], &both[1..], &both][random.below(3) as usize];
+        let to: Vec<&str> = to.iter().map(|server| server.address()).collect();
+        let of = servers[0].address();
+        links.longshore(2, &["scale", "--job", "default", "--servers", of, "--to", &to.join(",")]);
+        thread::sleep(random.part_of(Duration::from_secs(2)));
+        let from = random.below(3) as usize;
+        let to = (from + 1 + random.below(2) as usize) % 3;
+        links.cut(from, to);
+        let cut = Instant::now();
+        let time = random.part_of(Duration::from_secs(40));
+        thread::sleep(time.saturating_sub(cut.elapsed()));
+        links.mend(from, to);
+    }
+    links.set(1e9, 0.0, 0.0);
+    assert_eq!(running.finish().end.state_hash, expected);
+}
+
+#[test]
+fn shards_move_once_a_link_between_servers_is_mended() {
+    moves_over_a_cut([0, 1]);
+    if soak::runs() {
+        moves_over_a_cut([1, 0]);
+        wears_out(&[], 10);
+        wears_out(&["--delay", "1", "--warmup-steps", "3"], 10);
+    }
+}
