@@ -3,7 +3,8 @@
 //!
 //! New servers are opened in the background. Between two decisions they begin without shards, and the next decision
 //! names them. Once every rank has joined them, each decision moves a few shards: as many as arrive before their next
-//! update needs them. Servers that shall own nothing leave at the end.
+//! update needs them, or little later. A shard without a replica gets that before it moves. Servers that shall own nothing
+//! leave at the end.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -41,6 +42,12 @@ use crate::{
 const AGAIN: Duration = Duration::from_secs(5);
 /// Most shards that one decision moves to a server.
 const MOST_AT_ONCE: usize = 64;
+/// Part of the time between two decisions that updates may wait for shards.
+const TOLERATED: f64 = 0.05;
+/// Decisions without a longer wait, until one more shard is tried.
+const QUIET: u32 = 4;
+/// Pause between two looks at servers that await shards.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Steps after a server's removal by which every rank knows of it.
 const KNOWN_AFTER: u64 = 3;
 
@@ -73,29 +80,89 @@ struct Plan {
     pace: Pace,
 }
 
+impl Plan {
+    /// Takes the moves that come with the decision on `step`. A shard's second change waits until the first one is over.
+    fn next(
+        &mut self,
+        placement: &Placement,
+        destinations: &BTreeSet<ServerId>,
+        step: Step,
+    ) -> PlacementChange {
+        let epoch = Epoch(placement.epoch.0 + 1);
+        let none = PlacementChange { epoch, ..PlacementChange::default() };
+        let may_replicate = |&of: &(ShardId, ServerId)| {
+            placement.check(&PlacementChange { replicas: vec![of], ..none.clone() }, step).is_ok()
+        };
+        let may_move = |&of: &(ShardId, ServerId)| {
+            placement.check(&PlacementChange { moves: vec![of], ..none.clone() }, step).is_ok()
+        };
+        let mut room: BTreeMap<ServerId, usize> =
+            destinations.iter().map(|&server| (server, self.pace.shards)).collect();
+        let mut takes = |to: ServerId| {
+            let left = room.entry(to).or_default();
+            let has_room = *left > 0 || to == NO_SERVER;
+            *left = left.saturating_sub(1);
+            has_room
+        };
+        let moving: BTreeSet<ShardId> = self.moves.iter().map(|(shard, _)| *shard).collect();
+        let is_first = |of: &(ShardId, ServerId)| {
+            (placement.replica(of.0).is_none() || !moving.contains(&of.0)) && may_replicate(of)
+        };
+        let first: BTreeSet<ShardId> =
+            self.replicas.iter().filter(|of| is_first(of)).map(|(shard, _)| *shard).collect();
+        let mut take = |all: &mut VecDeque<(ShardId, ServerId)>,
+                        may: &dyn Fn(&(ShardId, ServerId)) -> bool| {
+            let mut taken = Vec::new();
+            all.retain(|of| {
+                let now = may(of) && takes(of.1);
+                if now {
+                    taken.push(*of);
+                }
+                !now
+            });
+            taken
+        };
+        let replicas = take(&mut self.replicas, &|of| first.contains(&of.0));
+        let moves = take(&mut self.moves, &|of| !first.contains(&of.0) && may_move(of));
+        PlacementChange { moves, replicas, ..PlacementChange::default() }
+    }
+}
+
 /// A server that is opened for the job and takes no part yet.
 struct Added {
     server: ServerId,
     peer: Peer,
 }
 
-/// How many shards a decision moves to each server. It doubles while shards arrive in time, and halves once an update
-/// had to wait.
+/// How many shards a decision moves to each server. It doubles until updates have waited for a considerable part of a step,
+/// and halves then. Later it grows by one shard at a time.
 struct Pace {
     shards: usize,
+    has_waited: bool,
+    quiet: u32,
     /// How long updates of each server had waited at the last look.
     held: BTreeMap<ServerId, f64>,
+    looked: Option<Instant>,
 }
 
 impl Pace {
     fn new() -> Pace {
-        Pace { shards: 1, held: BTreeMap::new() }
+        Pace { shards: 1, has_waited: false, quiet: 0, held: BTreeMap::new(), looked: None }
     }
 
-    fn saw(&mut self, server: ServerId, held: f64) {
-        let before = self.held.insert(server, held).unwrap_or(held);
-        self.shards =
-            if held > before { (self.shards / 2).max(1) } else { (2 * self.shards).min(MOST_AT_ONCE) };
+    /// Takes the seconds for which updates of each server have waited so far.
+    fn saw(&mut self, held: impl Iterator<Item = (ServerId, f64)>, now: Instant) {
+        let waited = held.map(|(server, held)| held - self.held.insert(server, held).unwrap_or(held));
+        let waited = waited.fold(0.0, f64::max);
+        let since = self.looked.replace(now).map_or(Duration::ZERO, |before| now.duration_since(before));
+        if waited > TOLERATED * since.as_secs_f64() {
+            (self.shards, self.has_waited, self.quiet) = ((self.shards / 2).max(1), true, 0);
+        } else if !self.has_waited {
+            self.shards = (2 * self.shards).min(MOST_AT_ONCE);
+        } else {
+            self.quiet = (self.quiet + 1) % QUIET;
+            self.shards = (self.shards + usize::from(self.quiet == 0)).min(MOST_AT_ONCE);
+        }
     }
 }
 
@@ -251,8 +318,7 @@ impl Moves {
             }
             return Ok(Some(PlacementChange { added, ..PlacementChange::default() }));
         }
-        let moves_on = if plan.moves.is_empty() { &plan.replicas } else { &plan.moves };
-        let to = moves_on.iter().map(|(_, to)| *to).filter(|&to| to != NO_SERVER);
+        let to = plan.moves.iter().chain(&plan.replicas).map(|(_, to)| *to).filter(|&to| to != NO_SERVER);
         let destinations: BTreeSet<ServerId> = to.collect();
         let Some(seen) = self.looking.get_or_insert_with(|| look(&self.cluster)).ended() else {
             return Ok(None);
@@ -268,43 +334,26 @@ impl Moves {
         if !destinations.iter().all(ready) || !seen.iter().all(|(_, answer)| awaits_nothing(answer)) {
             return Ok(None);
         }
-        let are_owners = !plan.moves.is_empty();
-        if !are_owners && !self.cluster.placement().is_settled(before) {
-            return Ok(None);
-        }
-        if !are_owners && plan.replicas.is_empty() {
+        if destinations.is_empty() && plan.replicas.is_empty() {
             return self.end(before).await;
         }
-        for (server, answer) in seen.iter().filter(|(server, _)| destinations.contains(server)) {
-            plan.pace.saw(*server, answer.scaling.as_ref().map_or(0.0, |scaling| scaling.held_seconds));
-        }
-        let mut room: BTreeMap<ServerId, usize> =
-            destinations.iter().map(|&server| (server, plan.pace.shards)).collect();
-        let mut moves = Vec::new();
-        let all = if are_owners { &mut plan.moves } else { &mut plan.replicas };
-        all.retain(|&(shard, to)| {
-            let left = room.entry(to).or_default();
-            let now = *left > 0 || to == NO_SERVER;
-            *left = left.saturating_sub(1);
-            if now {
-                moves.push((shard, to));
-            }
-            !now
+        let held = seen.iter().filter(|(server, _)| destinations.contains(server));
+        let held = held.map(|(server, answer)| {
+            (*server, answer.scaling.as_ref().map_or(0.0, |scaling| scaling.held_seconds))
         });
-        Ok(Some(match are_owners {
-            true => PlacementChange { moves, ..PlacementChange::default() },
-            false => PlacementChange { replicas: moves, ..PlacementChange::default() },
-        }))
+        plan.pace.saw(held, Instant::now());
+        let change = plan.next(&self.cluster.placement(), &destinations, step);
+        Ok(Some(change).filter(|change| *change != PlacementChange::default()))
     }
 
     /// Removes the servers that shall own nothing, once no step in flight asks for them.
     async fn end(&mut self, before: Version) -> Result<Option<PlacementChange>> {
         let (Some(plan), placement) = (&self.plan, self.cluster.placement()) else { return Ok(None) };
-        if !placement.is_settled(before) {
-            return Ok(None);
-        }
         let unwanted = |server: &ServerId| !plan.wanted.contains(&placement.servers[server.0 as usize]);
         let removed: Vec<ServerId> = placement.members().filter(unwanted).collect();
+        if !removed.is_empty() && !placement.is_settled(before) {
+            return Ok(None);
+        }
         let next = placement.members().find(|server| !removed.contains(server));
         let clock_ahead_ms = match (placement.members().next(), next) {
             (Some(first), Some(next)) if first != next => clock_ahead(&self.cluster, first, next).await?,
@@ -346,12 +395,22 @@ fn awaits_nothing(answer: &DescribeResponse) -> bool {
     answer.scaling.as_ref().is_none_or(|scaling| scaling.awaited_shards == 0)
 }
 
-/// Asks all servers where they are, in the background.
+/// Asks all servers where they are, in the background, until none awaits a shard or one does not answer.
 fn look(cluster: &Arc<Cluster>) -> Task<Vec<(ServerId, DescribeResponse)>> {
     let asked = Arc::clone(cluster);
     cluster.runtime.spawn_joined(async move {
-        let answers = asked.on_each(|server| asked.glance(server)).await;
-        answers.into_iter().filter_map(|(server, answer)| Some((server, answer.ok()?))).collect()
+        loop {
+            let answers = asked.on_each(|server| asked.glance(server)).await;
+            let is_over = answers.values().all(|answer| answer.as_ref().is_ok_and(awaits_nothing));
+            let is_silent = answers.values().any(Result::is_err);
+            if is_over || is_silent {
+                return answers
+                    .into_iter()
+                    .filter_map(|(server, answer)| Some((server, answer.ok()?)))
+                    .collect();
+            }
+            host::sleep(LOOK_AGAIN).await;
+        }
     })
 }
 
@@ -481,4 +540,63 @@ async fn ask<T>(
         fault,
     };
     Ok(answer.map_err(failed)?.into_inner())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::plan::tests::layout, *};
+
+    /// Seconds of a step, and seconds for which updates wait with so many shards a decision.
+    fn paced(step: f64, waits: impl Fn(usize) -> f64, steps: usize) -> Vec<usize> {
+        let (mut pace, start) = (Pace::new(), Instant::now());
+        let mut held = 0.0;
+        let decision = |at: usize| {
+            pace.saw([(ServerId(1), held)].into_iter(), start + Duration::from_secs_f64(step * at as f64));
+            held += waits(pace.shards);
+            pace.shards
+        };
+        (0..steps).map(decision).collect()
+    }
+
+    #[test]
+    fn the_pace_halves_only_for_waits_that_cost_a_part_of_a_step() {
+        assert_eq!(paced(1.0, |_| 0.0, 7), [2, 4, 8, 16, 32, 64, 64]);
+        assert_eq!(paced(1.0, |_| 0.04, 4), [2, 4, 8, 16]);
+        // Six shards a step fill the link.
+        let full = paced(1.0, |shards| (shards as f64 / 6.0 - 1.0).max(0.0), 14);
+        assert_eq!(full, [2, 4, 8, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6]);
+        assert_eq!(paced(1.0, |_| 0.5, 4), [2, 1, 1, 1]);
+    }
+
+    #[test]
+    fn shards_without_a_replica_get_one_before_they_move() {
+        let (layout, names) = (layout(24), ["a", "b", "c"].map(String::from).to_vec());
+        let mut placement = Placement::striped(names, 24).with_replicas();
+        let lost = PlacementChange { lost: vec![ServerId(1)], epoch: Epoch(2), ..PlacementChange::default() };
+        placement.apply(&lost, Step(5), 0);
+        let moved = plan_moves(&placement, &layout, &[0, 2, 3].map(ServerId), &["d".into()]);
+        assert_eq!((moved.moves.len(), moved.replicas.len()), (8, 16));
+        let added =
+            PlacementChange { added: vec!["d".into()], epoch: Epoch(3), ..PlacementChange::default() };
+        placement.apply(&added, Step(6), 0);
+        let mut pace = Pace::new();
+        pace.shards = 2;
+        let (moves, replicas) = (moved.moves.into(), moved.replicas.into());
+        let mut plan = Plan { asked: 1, wanted: vec![], added: vec![], moves, replicas, pace };
+        let mut lacking = Vec::new();
+        for step in (7..40).map(Step) {
+            let destinations = [0, 2, 3].map(ServerId).into();
+            let mut change = plan.next(&placement, &destinations, step);
+            change.epoch = Epoch(placement.epoch.0 + 1);
+            assert_eq!(placement.check(&change, step), Ok(()));
+            placement.apply(&change, step, 0);
+            lacking.push(placement.unreplicated());
+        }
+        assert!(lacking.is_sorted_by(|before, after| before >= after), "{lacking:?}");
+        assert_eq!(lacking[..5], [10, 4, 2, 0, 0]);
+        assert_eq!(
+            (&placement.owners, &placement.replicas),
+            (&moved.placement.owners, &moved.placement.replicas)
+        );
+    }
 }

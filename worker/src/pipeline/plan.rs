@@ -16,9 +16,14 @@ pub struct Moved {
 
 /// Plans the moves to the wanted servers. `added` are the addresses of those that are new, in the order of their numbers.
 pub fn plan_moves(placement: &Placement, layout: &Layout, wanted: &[ServerId], added: &[String]) -> Moved {
-    let moves = assign(placement, layout, wanted);
     let mut target = placement.clone();
     target.servers.extend(added.iter().cloned());
+    if placement.unreplicated() > 0
+        && let Some(moved) = replicas_first(&target, layout, wanted)
+    {
+        return moved;
+    }
+    let moves = assign(placement, layout, wanted);
     for &(shard, to) in &moves {
         target.owners[shard.index()] = to;
         if target.replica(shard) == Some(to) {
@@ -32,22 +37,52 @@ pub fn plan_moves(placement: &Placement, layout: &Layout, wanted: &[ServerId], a
     Moved { moves, replicas, placement: target }
 }
 
+/// Plans replicas of the shards where they are, and then moves of shards to servers that have no replica of them. None if
+/// that leaves replicas uneven, or some server cannot be left.
+fn replicas_first(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Option<Moved> {
+    let mut target = placement.clone();
+    let replicas = replicate(&target, layout, wanted);
+    for &(shard, to) in &replicas {
+        target.replicas[shard.index()] = to;
+    }
+    let may_take = |server: ServerId, shard: ShardId| target.replica(shard) != Some(server);
+    let moves = assign_among(&target, layout, wanted, may_take)?;
+    for &(shard, to) in &moves {
+        target.owners[shard.index()] = to;
+    }
+    let is_even = replicate(&target, layout, wanted).is_empty();
+    is_even.then_some(Moved { moves, replicas, placement: target })
+}
+
 /// Chooses the moves after which the wanted servers own about as many elements each, and no other server owns any.
 /// Forward order is kept mixed over the servers.
 fn assign(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Vec<(ShardId, ServerId)> {
+    assign_among(placement, layout, wanted, |_, _| true).unwrap_or_default()
+}
+
+/// Moves of [`assign`], where a server takes only some of the shards. None if no server takes a shard that must move.
+fn assign_among(
+    placement: &Placement,
+    layout: &Layout,
+    wanted: &[ServerId],
+    may_take: impl Fn(ServerId, ShardId) -> bool,
+) -> Option<Vec<(ShardId, ServerId)>> {
     let shards: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
     let length = |shard: ShardId| layout.shard_len(shard);
     let total: u64 = shards.iter().map(|&shard| length(shard)).sum();
     let share = total / wanted.len().max(1) as u64;
-    let mut loads: BTreeMap<ServerId, u64> = BTreeMap::new();
+    let load = |&server: &ServerId| (server, placement.owned(server).into_iter().map(length).sum());
+    let mut loads: BTreeMap<ServerId, u64> = wanted.iter().map(load).collect();
     let (mut leaving, mut free) = (Vec::new(), Vec::new());
+    let may_go =
+        |&shard: &ShardId| wanted.iter().any(|&server| loads[&server] < share && may_take(server, shard));
     for &server in wanted {
         let owned = placement.owned(server);
-        let load: u64 = owned.iter().map(|&shard| length(shard)).sum();
-        let mean = (load / (owned.len() as u64).max(1)).max(1);
-        let surplus = (load.saturating_sub(share) / mean) as usize;
+        let (load, count) = (loads[&server], owned.len() as u64);
+        let mean = (load / count.max(1)).max(1);
+        let owned: Vec<ShardId> = owned.into_iter().filter(may_go).collect();
+        let surplus = ((load.saturating_sub(share) / mean) as usize).min(owned.len());
         free.extend((0..surplus).map(|at| owned[at * owned.len() / surplus]));
-        loads.insert(server, load);
     }
     leaving.extend(shards.iter().copied().filter(|&shard| !loads.contains_key(&placement.owner(shard))));
     let mut all: Vec<(ShardId, bool)> = leaving.into_iter().map(|shard| (shard, true)).collect();
@@ -56,8 +91,13 @@ fn assign(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Vec<(S
     let mut moves = Vec::new();
     for (shard, must) in all {
         let owner = placement.owner(shard);
-        let others = wanted.iter().copied().filter(|&server| server != owner);
-        let Some(to) = others.min_by_key(|server| loads[server]) else { continue };
+        let others = wanted.iter().copied().filter(|&server| server != owner && may_take(server, shard));
+        let Some(to) = others.min_by_key(|server| loads[server]) else {
+            if must {
+                return None;
+            }
+            continue;
+        };
         let bytes = length(shard);
         if !must && loads[&to] + bytes > loads[&owner] {
             continue;
@@ -68,7 +108,7 @@ fn assign(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Vec<(S
         }
         moves.push((shard, to));
     }
-    moves
+    Some(moves)
 }
 
 /// Returns the job's servers if some shard lacks its replica, and another server could have one.
@@ -148,14 +188,14 @@ pub(super) fn heal(
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::collections::BTreeSet;
 
     use longshore_proto::{JobName, JobSpec, Param, limits::BLOCK_ELEMENTS};
 
     use super::*;
 
-    fn layout(shards: u64) -> Layout {
+    pub(in crate::pipeline) fn layout(shards: u64) -> Layout {
         let params = vec![Param { name: "all".into(), shape: vec![shards * BLOCK_ELEMENTS], group: 0 }];
         let spec = JobSpec::new(JobName::parse("name", "moved").unwrap(), params);
         JobSpec { shard_elements: BLOCK_ELEMENTS, ..spec }.validate().unwrap()
