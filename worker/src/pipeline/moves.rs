@@ -349,11 +349,11 @@ impl Moves {
     /// Removes the servers that shall own nothing, once no step in flight asks for them.
     async fn end(&mut self, before: Version) -> Result<Option<PlacementChange>> {
         let (Some(plan), placement) = (&self.plan, self.cluster.placement()) else { return Ok(None) };
-        let unwanted = |server: &ServerId| !plan.wanted.contains(&placement.servers[server.0 as usize]);
-        let removed: Vec<ServerId> = placement.members().filter(unwanted).collect();
-        if !removed.is_empty() && !placement.is_settled(before) {
+        if !placement.is_settled(before) {
             return Ok(None);
         }
+        let unwanted = |server: &ServerId| !plan.wanted.contains(&placement.servers[server.0 as usize]);
+        let removed: Vec<ServerId> = placement.members().filter(unwanted).collect();
         let next = placement.members().find(|server| !removed.contains(server));
         let clock_ahead_ms = match (placement.members().next(), next) {
             (Some(first), Some(next)) if first != next => clock_ahead(&self.cluster, first, next).await?,

@@ -19,7 +19,7 @@ use crate::{
     access::JobArgs,
     output::{Output, wrong_use},
     progress::Progress,
-    servers::{PROMPTLY, Servers, jobs_of},
+    servers::{PROMPTLY, Servers, Unanswered, jobs_of},
 };
 
 /// Pause between two looks at the servers.
@@ -280,7 +280,15 @@ impl Args {
         let at_first = before.fetched();
         let (begun, mut since, mut known) = (Instant::now(), Instant::now(), None);
         loop {
-            let (servers, _) = Servers::reach(&reachable, &self.target.servers.access)?;
+            let (servers, silent) = Servers::reach(&reachable, &self.target.servers.access)?;
+            // A link may be cut for a while.
+            if servers.list().is_empty() {
+                if since.elapsed() > Duration::from_secs(self.patience) {
+                    return Err(Unanswered::new("", &silent).into());
+                }
+                thread::sleep(LOOK);
+                continue;
+            }
             let seen = look(&servers, job)?;
             let is_there = seen.members().into_iter().collect::<BTreeSet<_>>() == goal;
             if is_there && seen.scaling().any(|scaling| scaling.reached_micros >= *asked_micros) {
