@@ -12,7 +12,7 @@ use std::{
 use longshore_engine::{
     admission::Budget,
     job::{Compute, Job},
-    step::Work,
+    step::{Wanted, Work},
     tier::{Storage, StoredJob},
 };
 use longshore_proto::{Fault, FaultKind, Step, Version};
@@ -59,15 +59,6 @@ pub(crate) struct JobHandle {
     pub(crate) wanted: Mutex<Wanted>,
 }
 
-/// Addresses of the servers that a job shall have, and when an operator asked for them.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Wanted {
-    pub(crate) servers: Vec<String>,
-    pub(crate) asked_micros: u64,
-    /// Addresses of servers that are gone for good, as an operator says.
-    pub(crate) lost: Vec<String>,
-}
-
 impl JobHandle {
     pub(crate) fn wanted(&self) -> Wanted {
         self.wanted.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -76,18 +67,8 @@ impl JobHandle {
     /// Keeps a wish for other servers, unless a later one is known.
     pub(crate) fn want(&self, wanted: Wanted) {
         let mut known = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut lost = std::mem::take(&mut known.lost);
-        let placement = self.job.placement();
-        lost.retain(|lost| {
-            let is_named = wanted.servers.contains(lost) || wanted.lost.contains(lost);
-            !is_named && placement.addresses().any(|address| address == lost)
-        });
-        lost.extend(wanted.lost.iter().cloned());
-        if known.asked_micros < wanted.asked_micros {
-            *known = wanted;
-        }
-        // A later wish takes back no word of a loss, unless it names the server again.
-        known.lost.clone_from(&lost);
+        known.take(wanted, &self.job.placement());
+        let lost = known.lost.clone();
         drop(known);
         self.job.lend_no_more(&lost).into_iter().for_each(|work| self.perform(Some(work)));
         self.job.protocol.notify();

@@ -35,7 +35,7 @@ pub(crate) use self::{
     counters::RANKS,
     ending::StepBack,
     fetching::Fetching,
-    handle::{JobHandle, Wanted},
+    handle::JobHandle,
     hashing::Hashes,
     history::Decided,
     restores::{Act, Stage},

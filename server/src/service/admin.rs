@@ -5,9 +5,9 @@ use std::{
     time::{Duration, Instant, UNIX_EPOCH},
 };
 
-use longshore_engine::{checkpoint::Store, job::check_may_move, step::Awaited};
+use longshore_engine::{checkpoint::Store, job::check_may_move, step::Wanted};
 use longshore_proto::{
-    Fault, FaultKind, Incarnation, ServerId, Step, Version,
+    Fault, FaultKind, Incarnation, Version,
     limits::{DEFAULT_DEADLINE_MS, MAX_SERVERS},
 };
 use longshore_wire::{
@@ -23,10 +23,7 @@ use super::{
     room::{Answers, Kept, Room},
     stand,
 };
-use crate::{
-    jobs::{StepBack, Wanted},
-    trust::Caller,
-};
+use crate::{jobs::StepBack, trust::Caller};
 
 /// Returns the deadline of a snapshot's wait for updates already decided.
 pub(super) fn snapshot_deadline() -> Instant {
@@ -217,24 +214,13 @@ impl Services {
                 "name the servers to train on",
             ));
         }
-        let placement = handle.job.placement();
         // A server that a decision has taken out of the job since the caller looked is named for nothing.
         let is_wanted = |lost: &&String| servers.contains(lost) || request.lost.len() > MAX_SERVERS;
         if let Some(lost) = request.lost.iter().find(is_wanted) {
             let limit = format!("at most {MAX_SERVERS} servers, none of which is named to train on");
             return Err(Fault::invalid("lost", lost, limit, "name the servers that Admin.Describe shows"));
         }
-        let lost: Vec<ServerId> = placement
-            .members()
-            .filter(|server| request.lost.contains(&placement.servers[server.0 as usize]))
-            .collect();
-        // State on its way from a lost server to this one is lost too, unless another server has it.
-        let is_last = |of: &Awaited| {
-            let mut holders = placement.holders_at(of.shard, Step(u64::MAX));
-            lost.contains(&of.source) && holders.all(|of| of == handle.job.server() || lost.contains(&of))
-        };
-        let unfetched = || handle.job.awaited().into_iter().find(is_last).map(|of| of.shard);
-        if let Some(shard) = placement.last_of(&lost).or_else(unfetched) {
+        if let Some(shard) = handle.job.last_of(&request.lost) {
             let value = format!("{}, with the last of {shard}", request.lost.join(","));
             let remedy =
                 "start that server again if its tier keeps state, or `longshore restore` the last checkpoint";

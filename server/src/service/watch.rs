@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use longshore_engine::step::Wanted;
 use longshore_proto::{Fault, FaultKind, Incarnation, Rank, Step, limits::MAX_DEADLINE_MS};
 use longshore_wire::{
     Wire,
@@ -13,7 +14,7 @@ use super::{
     Services, default_deadline, refuse,
     room::{Answers, Room, answers},
 };
-use crate::jobs::{JobHandle, Wanted};
+use crate::jobs::JobHandle;
 
 /// Events already sent to a watcher.
 struct Told {

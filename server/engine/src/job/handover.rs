@@ -75,6 +75,11 @@ impl Job {
         Ok(machine.arrived(owned, version))
     }
 
+    /// Returns a shard of which nothing is left once these servers are lost, as far as this server knows.
+    pub fn last_of(&self, lost: &[String]) -> Option<ShardId> {
+        self.protocol.machine().last_of(lost)
+    }
+
     /// Ends the waits for replicas on servers that are lost. Returns the updates that waited.
     pub fn lend_no_more(&self, lost: &[String]) -> Vec<Work> {
         self.protocol.machine().lend_no_more(lost)

@@ -11,8 +11,10 @@ mod refusal;
 mod shard;
 mod statements;
 mod view;
+mod wish;
 
 pub use handover::Awaited;
 pub use machine::{Admission, Machine, Phase, Sum, Ticket, Work};
 pub use refusal::Refusal;
 pub use view::{Progress, RankProgress, Restoring};
+pub use wish::Wanted;

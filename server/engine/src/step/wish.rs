@@ -1,0 +1,47 @@
+//! An operator's wish for other servers, and the operator's word that some are gone for good.
+
+use longshore_proto::{Placement, ServerId, ShardId, Step};
+
+use super::{handover::Awaited, machine::Machine};
+
+/// Addresses of the servers that a job shall have, and when an operator asked for them.
+#[derive(Clone, Debug, Default)]
+pub struct Wanted {
+    pub servers: Vec<String>,
+    pub asked_micros: u64,
+    /// Addresses of servers that are gone for good, as an operator says.
+    pub lost: Vec<String>,
+}
+
+impl Wanted {
+    /// Keeps a wish, unless a later one is known. A later wish takes back no word of a loss, unless it names the server
+    /// again.
+    pub fn take(&mut self, wanted: Wanted, placement: &Placement) {
+        let mut lost = std::mem::take(&mut self.lost);
+        lost.retain(|lost| {
+            let is_named = wanted.servers.contains(lost) || wanted.lost.contains(lost);
+            !is_named && placement.addresses().any(|address| address == lost)
+        });
+        lost.extend(wanted.lost.iter().cloned());
+        if self.asked_micros < wanted.asked_micros {
+            *self = wanted;
+        }
+        self.lost = lost;
+    }
+}
+
+impl Machine {
+    /// Returns a shard of which nothing is left once these servers are lost, as far as this server knows. State on its way
+    /// from a lost server to this one is lost too, unless another server has it.
+    pub fn last_of(&self, lost: &[String]) -> Option<ShardId> {
+        let placement = self.placement();
+        let is_lost = |server: &ServerId| lost.contains(&placement.servers[server.0 as usize]);
+        let lost: Vec<ServerId> = placement.members().filter(is_lost).collect();
+        let is_last = |of: &Awaited| {
+            let mut holders = placement.holders_at(of.shard, Step(u64::MAX));
+            lost.contains(&of.source) && holders.all(|of| of == self.server || lost.contains(&of))
+        };
+        let unfetched = || self.awaited().into_iter().find(is_last).map(|of| of.shard);
+        placement.last_of(&lost).or_else(unfetched)
+    }
+}
