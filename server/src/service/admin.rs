@@ -236,7 +236,7 @@ impl Services {
             return Ok(());
         }
         tracing::info!(job = request.job, ?servers, "other servers are wanted");
-        handle.want(Wanted { servers, asked_micros: request.asked_micros, lost: request.lost });
+        handle.want(Wanted { servers, asked_micros: request.asked_micros, lost: request.lost, words: 0 });
         Ok(())
     }
 

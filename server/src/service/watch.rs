@@ -21,7 +21,7 @@ struct Told {
     step: Step,
     pauses: u64,
     resumes: u64,
-    /// Time at which the newest wish that watchers have heard was asked for.
+    /// Number of an operator's words that the watcher has heard.
     wanted: u64,
 }
 
@@ -85,7 +85,7 @@ impl Told {
             News::Commit(step) => self.step = *step,
             News::Paused(_) => self.pauses += 1,
             News::Resumed(_) => self.resumes += 1,
-            News::Wanted(wanted) => self.wanted = wanted.asked_micros,
+            News::Wanted(wanted) => self.wanted = wanted.words,
         }
     }
 }
@@ -108,7 +108,7 @@ impl News {
             }
             News::Paused(reason) => event::Event::Paused(v1::Paused { reason: reason.clone() }),
             News::Resumed(loss_scale) => event::Event::Resumed(v1::Resumed { loss_scale: *loss_scale }),
-            News::Wanted(Wanted { servers, asked_micros, lost }) => event::Event::Wanted(v1::Wanted {
+            News::Wanted(Wanted { servers, asked_micros, lost, .. }) => event::Event::Wanted(v1::Wanted {
                 servers: servers.clone(),
                 asked_micros: *asked_micros,
                 lost: lost.clone(),
@@ -146,6 +146,6 @@ fn news(handle: &JobHandle, told: &Told) -> Result<Vec<News>, Fault> {
     }
     news.extend(commits.iter().map(|commit| News::Commit(commit.step)));
     news.extend((told.resumes..resumes).map(|_| News::Resumed(loss_scale)));
-    news.extend(Some(handle.wanted()).filter(|wanted| wanted.asked_micros > told.wanted).map(News::Wanted));
+    news.extend(Some(handle.wanted()).filter(|wanted| wanted.words > told.wanted).map(News::Wanted));
     Ok(news)
 }

@@ -11,13 +11,15 @@ pub struct Wanted {
     pub asked_micros: u64,
     /// Addresses of servers that are gone for good, as an operator says.
     pub lost: Vec<String>,
+    /// Number of words so far, by which a watcher knows what it has heard. An operator's clock may be late.
+    pub words: u64,
 }
 
 impl Wanted {
     /// Keeps a wish, unless a later one is known. A later wish takes back no word of a loss, unless it names the server
     /// again.
     pub fn take(&mut self, wanted: Wanted, placement: &Placement) {
-        let mut lost = std::mem::take(&mut self.lost);
+        let (mut lost, words) = (std::mem::take(&mut self.lost), self.words + 1);
         lost.retain(|lost| {
             let is_named = wanted.servers.contains(lost) || wanted.lost.contains(lost);
             !is_named && placement.addresses().any(|address| address == lost)
@@ -26,7 +28,7 @@ impl Wanted {
         if self.asked_micros < wanted.asked_micros {
             *self = wanted;
         }
-        self.lost = lost;
+        (self.lost, self.words) = (lost, words);
     }
 }
 
