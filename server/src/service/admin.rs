@@ -220,8 +220,11 @@ impl Services {
             let limit = format!("at most {MAX_SERVERS} servers, none of which is named to train on");
             return Err(Fault::invalid("lost", lost, limit, "name the servers that Admin.Describe shows"));
         }
-        if let Some(shard) = handle.job.last_of(&request.lost) {
-            let value = format!("{}, with the last of {shard}", request.lost.join(","));
+        let wanted = Wanted { servers, asked_micros: request.asked_micros, lost: request.lost, words: 0 };
+        let mut then = handle.wanted();
+        then.take(wanted.clone(), &handle.job.placement());
+        if let Some(shard) = handle.job.last_of(&then.lost) {
+            let value = format!("{}, with the last of {shard}", then.lost.join(","));
             let remedy =
                 "start that server again if its tier keeps state, or `longshore restore` the last checkpoint";
             return Err(Fault::new(
@@ -235,8 +238,8 @@ impl Services {
         if request.check {
             return Ok(());
         }
-        tracing::info!(job = request.job, ?servers, "other servers are wanted");
-        handle.want(Wanted { servers, asked_micros: request.asked_micros, lost: request.lost, words: 0 });
+        tracing::info!(job = request.job, servers = ?wanted.servers, "other servers are wanted");
+        handle.want(wanted);
         Ok(())
     }
 

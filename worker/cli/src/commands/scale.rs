@@ -184,10 +184,13 @@ impl Args {
         loop {
             let seen = look(servers, &job)?;
             let members = seen.members();
-            let wanted = wanted(&members)?;
+            let mut wanted = wanted(&members)?;
             // Every server of the job keeps the wish, also one that --servers does not name.
             let known_lost = seen.scaling().flat_map(|scaling| &scaling.lost);
             let lost: BTreeSet<&String> = self.lost.iter().chain(known_lost).collect();
+            // A server that was given up before is a member until the next decision. Only its name takes that back.
+            let is_named = |server| self.to.contains(server) || self.add.contains(server);
+            wanted.retain(|server| !lost.contains(server) || is_named(server));
             let living: Vec<String> =
                 members.iter().filter(|member| !lost.contains(member)).cloned().collect();
             let members = Servers::connect(&living, access)?;
