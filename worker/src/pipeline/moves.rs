@@ -281,7 +281,8 @@ impl Moves {
         let placement = self.cluster.placement();
         // A server that is leaving cannot be opened anew.
         let is_free = self.plan.is_none() && self.preparing.is_none() && self.retiring.is_empty();
-        let servers = if asked_micros > self.reached { servers } else { without_replicas(&placement) };
+        let is_wish = asked_micros > self.reached && !servers.is_empty();
+        let servers = if is_wish { servers } else { without_replicas(&placement) };
         if is_free
             && !servers.is_empty()
             && Instant::now() >= self.not_before

@@ -17,7 +17,7 @@ pub struct Wanted {
 
 impl Wanted {
     /// Keeps a wish, unless a later one is known. A later wish takes back no word of a loss, unless it names the server
-    /// again.
+    /// again. No wish is kept for a lost server.
     pub fn take(&mut self, wanted: Wanted, placement: &Placement) {
         let (mut lost, words) = (std::mem::take(&mut self.lost), self.words + 1);
         lost.retain(|lost| {
@@ -28,6 +28,7 @@ impl Wanted {
         if self.asked_micros < wanted.asked_micros {
             *self = wanted;
         }
+        self.servers.retain(|server| !lost.contains(server));
         (self.lost, self.words) = (lost, words);
     }
 }
