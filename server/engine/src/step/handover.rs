@@ -221,16 +221,28 @@ impl Machine {
     /// The shards whose state is on its way, those of the earliest version first: later versions need it.
     pub fn awaited(&self) -> Vec<Awaited> {
         let awaited = self.shards.iter().filter(|shard| shard.awaited);
-        let of = |shard: &ShardProgress| {
-            let version = Version(shard.span.start - 1);
-            let source = self.placement.source(self.server, shard.shard, version);
-            let address = self.address(source).to_string();
-            let is_replica = self.placement.replica(shard.shard) == Some(self.server);
-            Awaited { shard: shard.shard, version, source, address, is_replica }
-        };
-        let mut awaited: Vec<Awaited> = awaited.map(of).collect();
+        let mut awaited: Vec<Awaited> = awaited.map(|shard| self.came(shard)).collect();
         awaited.sort_by_key(|of| of.version);
         awaited
+    }
+
+    /// The shards of which this server alone has too little: the state is on its way, or ranks still read the version
+    /// before it.
+    pub(super) fn unfinished(&self) -> impl Iterator<Item = Awaited> {
+        let oldest = self.version.0.saturating_sub(self.spec.max_delay.into());
+        let is_early = move |shard: &&ShardProgress| {
+            let came = !shard.span.is_empty() && shard.span.start > 0;
+            shard.awaited || came && shard.span.start > oldest + 1
+        };
+        self.shards.iter().filter(is_early).map(|shard| self.came(shard))
+    }
+
+    fn came(&self, shard: &ShardProgress) -> Awaited {
+        let version = Version(shard.span.start - 1);
+        let source = self.placement.source(self.server, shard.shard, version);
+        let address = self.address(source).to_string();
+        let is_replica = self.placement.replica(shard.shard) == Some(self.server);
+        Awaited { shard: shard.shard, version, source, address, is_replica }
     }
 
     /// The awaited state of a shard is here. Returns the updates that it held back.

@@ -44,7 +44,7 @@ impl Machine {
             let mut holders = placement.holders_at(of.shard, Step(u64::MAX));
             lost.contains(&of.source) && holders.all(|of| of == self.server || lost.contains(&of))
         };
-        let unfetched = || self.awaited().into_iter().find(is_last).map(|of| of.shard);
+        let unfetched = || self.unfinished().find(is_last).map(|of| of.shard);
         placement.last_of(&lost).or_else(unfetched)
     }
 }
