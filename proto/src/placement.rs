@@ -56,7 +56,7 @@ pub struct PlacementChange {
     pub added: Vec<String>,
     /// New owners of shards.
     pub moves: Vec<(ShardId, ServerId)>,
-    /// New replicas of shards; [`NO_SERVER`] drops one.
+    /// New replicas of shards; [`NO_SERVER`] drops one, from this very step on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub replicas: Vec<(ShardId, ServerId)>,
     /// Servers without shards that leave the job.
@@ -191,7 +191,14 @@ impl Placement {
             }
         }
         for &(shard, to) in &change.replicas {
-            let before = std::mem::replace(&mut self.replicas[shard.index()], to);
+            let mut before = std::mem::replace(&mut self.replicas[shard.index()], to);
+            let mut from_step = from_step;
+            // A replica that is dropped may have another gradient of the step: it makes no version of it.
+            if to == NO_SERVER {
+                from_step = step;
+                let is_later = |of: &mut Handover| of.shard == shard && of.is_replica && of.from_step > step;
+                before = self.handovers.extract_if(.., is_later).next().map_or(before, |of| of.before);
+            }
             self.handovers.push(Handover { shard, from_step, before, is_replica: true });
         }
         for server in &change.removed {
@@ -277,7 +284,10 @@ impl Placement {
         }
         for (shard, to) in &change.replicas {
             let is_other = self.replicas.get(shard.index()).is_some_and(|replica| replica != to);
-            let is_free = is_other && !moving(shard) && change.moves.iter().all(|(moved, _)| moved != shard);
+            // A replica with another gradient is dropped at any time.
+            let is_free = is_other
+                && (*to == NO_SERVER || !moving(shard))
+                && change.moves.iter().all(|(moved, _)| moved != shard);
             if !is_free || *to != NO_SERVER && (!is_member(to) || self.owner(*shard) == *to) {
                 let limit = "a member that does not own the shard, in a job with replicas, for a shard that no change moves now";
                 return invalid("replicas", format!("{shard} to {to}"), limit.into());

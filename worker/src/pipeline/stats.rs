@@ -40,11 +40,15 @@ pub(super) struct Collected {
 /// Collects the gradient statistics of `step` from all servers.
 pub(super) async fn collect(cluster: Arc<Cluster>, step: Step, finished: Finished) -> Result<Collected> {
     let collect = |server| of_server(&cluster, server, step, finished.clone());
-    let statistics = cluster.on_all(collect).await?;
+    let mut statistics = cluster.on_all(collect).await?.into_iter().collect::<Vec<_>>();
+    // A decision on an earlier step may have taken shards from their holders meanwhile.
+    for (server, of) in &mut statistics {
+        of.shards.retain(|of| cluster.holders_at(of.shard, step).any(|holder| holder == *server));
+    }
     let mut blocks = vec![BlockStats::default(); cluster.layout.blocks() as usize];
     let origin =
         |of_server: &ServerStatistics| of_server.shards.iter().map(|shard| shard.origin).reduce(Origin::and);
-    let origins = statistics.iter().map(|(server, of)| (server, origin(of).unwrap_or_default())).collect();
+    let origins = statistics.iter().map(|(server, of)| (*server, origin(of).unwrap_or_default())).collect();
     let mut by_shard: BTreeMap<ShardId, ShardStatistics> = BTreeMap::new();
     let (mut differing, mut broken) = (Vec::new(), BTreeSet::new());
     for (server, of_server) in statistics {
@@ -98,6 +102,12 @@ struct ServerStatistics {
     broken: Vec<ShardId>,
 }
 
+impl ServerStatistics {
+    fn has(&self, shard: ShardId) -> bool {
+        self.shards.iter().any(|of| of.shard == shard)
+    }
+}
+
 /// Collects the statistics of one server's shards. A broken stream is opened again, and the server then repeats
 /// its statistics.
 async fn of_server(
@@ -106,12 +116,16 @@ async fn of_server(
     step: Step,
     finished: Finished,
 ) -> Result<ServerStatistics> {
-    let mut owned = cluster.held_at(server, step);
     // Frozen shards have no gradient.
-    owned.retain(|&shard| !cluster.layout.is_frozen(shard));
+    let is_frozen = |shard: &ShardId| cluster.layout.is_frozen(*shard);
     let mut statistics = ServerStatistics::default();
     let mut backoff = Backoff::new();
-    while statistics.shards.len() < owned.len() {
+    loop {
+        let owned = cluster.held_at(server, step).into_iter().filter(|shard| !is_frozen(shard));
+        let owned: Vec<ShardId> = owned.filter(|shard| !statistics.has(*shard)).collect();
+        if owned.is_empty() {
+            return Ok(statistics);
+        }
         let Err(fault) = stream(cluster, server, step, &owned, &mut statistics, &finished).await else {
             continue;
         };
@@ -140,7 +154,6 @@ async fn of_server(
         tracing::debug!(server = cluster.address(server), step = step.0, %fault, "asking for statistics again");
         backoff.pause(Instant::now() + cluster.options.deadline).await;
     }
-    Ok(statistics)
 }
 
 async fn stream(
@@ -159,7 +172,7 @@ async fn stream(
     let request = StatsRequest { job: cluster.job().to_string(), step: step.0, deadline_ms: left };
     let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
     let mut answers = peer.training().stats(request).await.map_err(fault)?.into_inner();
-    while statistics.shards.len() < owned.len() {
+    while !owned.iter().all(|&shard| statistics.has(shard)) {
         let Some(stats) = answers.message().await.map_err(fault)? else {
             let field = format!("statistics from {}", peer.address);
             return Err(Fault::new(
@@ -172,8 +185,8 @@ async fn stream(
         };
         let shard = ShardId(stats.shard);
         statistics.broken = stats.broken.iter().copied().map(ShardId).collect();
-        let known = statistics.shards.iter().any(|known| known.shard == shard);
-        if !known {
+        // The server repeats those that are known.
+        if owned.contains(&shard) && !statistics.has(shard) {
             let (origin, left_out) = (Origin(stats.origin), stats.left_out.clone());
             let blocks = blocks(cluster, owned, stats)?;
             statistics.shards.push(ShardStatistics { shard, blocks, left_out, origin });

@@ -75,6 +75,8 @@ impl Fetch {
                     rank.forget_link(server);
                     true
                 }
+                // A decision has taken the shard from this holder.
+                FaultKind::Precondition if fault.field == "shard" => cluster.spec().replicas > 1,
                 FaultKind::Precondition => fault.field == "version",
                 FaultKind::Corrupt => damaged < DAMAGED_TRIES,
                 _ => false,

@@ -51,6 +51,11 @@ pub(super) async fn judge(
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
         // The chunk has overtaken a chunk of an earlier micro-step. The new stream sends them in order.
         FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
+        // A decision has taken the shard from this holder, and this rank has heard of it or will.
+        FaultKind::Precondition if fault.field == "shard" && cluster.spec().replicas > 1 => {
+            let is_held = cluster.holders_at(key.shard, key.step).any(|holder| holder == server);
+            Ok(if is_held { Verdict::SendAgain(fault) } else { Verdict::Decided })
+        }
         FaultKind::Precondition => await_turn(cluster, server, key, fault).await,
         // The other rank's process is gone. Its next process will say which version it computes with.
         FaultKind::Conflict if fault.field == READS_VERSION && !cluster.everybody_is_there().await => {

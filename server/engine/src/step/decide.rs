@@ -89,7 +89,7 @@ impl Machine {
         self.check_gradient_scale(commit)?;
         let step = commit.step;
         let nonfinite = |shard: &ShardProgress| Some((shard.shard, shard.slot(step).nonfinite?));
-        match self.shards.iter().find_map(nonfinite).filter(|_| !commit.skip) {
+        match self.owned_at(step).find_map(nonfinite).filter(|_| !commit.skip) {
             Some((shard, element)) => Err(Refusal::NotFinite { step, shard, element }),
             None => Ok(()),
         }

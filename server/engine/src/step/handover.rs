@@ -158,6 +158,15 @@ impl Machine {
             placement.handovers.iter().any(is_it)
         };
         for shard in self.shards.iter_mut().filter(changes) {
+            if shard.span.end > step.0
+                && change.replicas.contains(&(shard.shard, NO_SERVER))
+                && placement.owner_at(shard.shard, step) != server
+                && placement.owner(shard.shard) != server
+            {
+                shard.span.end = step.0;
+                shard.awaited &= !shard.span.is_empty();
+                continue;
+            }
             let held = !shard.span.is_empty() && shard.span.end == u64::MAX;
             match (held, placement.holds(server, shard.shard)) {
                 (false, true) => {
