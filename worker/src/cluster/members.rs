@@ -80,10 +80,12 @@ impl Cluster {
         self.members.read(|state| state.connected.first().copied().unwrap_or_default())
     }
 
-    /// The server that ranks pull a shard's version of a step from: its owner, unless that is lost.
+    /// The server that ranks pull a shard's version of a step from: its owner, unless that is lost. A new replica has the
+    /// version that it has fetched.
     pub(crate) fn owner_at(&self, shard: ShardId, step: Step) -> ServerId {
         self.members.read(|state| {
-            let mut holders = state.placement.holders_at(shard, step);
+            let holders = |step| state.placement.holders_at(shard, step);
+            let mut holders = holders(step).chain(holders(Step(u64::MAX)));
             let living = holders.find(|server| !state.lost.contains(server));
             living.unwrap_or(state.placement.owner_at(shard, step))
         })

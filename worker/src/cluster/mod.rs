@@ -173,9 +173,9 @@ impl Cluster {
         &self.peers[server]
     }
 
-    /// A server's address as the user wrote it, for errors.
+    /// A server's address as the user wrote it, for errors. A server that was lost before this session has none.
     pub(crate) fn address(&self, server: ServerId) -> &str {
-        &self.peers[server].address
+        self.peers.get(server).map_or("a lost server", |peer| &peer.address)
     }
 
     /// The addresses of all servers.

@@ -1,6 +1,6 @@
 //! The weights of one version as they arrive. A reader waits for a range, then reads it.
 
-use std::{ops::Range, sync::Arc};
+use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
 use futures_util::future::AbortHandle;
 use longshore_memory::Source;
@@ -57,7 +57,10 @@ impl Feed {
         let pieces = cut(&cluster.layout, order)?;
         let step = Step(reading.version().0);
         let owner = |shard| cluster.owner_at(shard, step);
-        let in_place = ByServer::new(cluster.servers(), |server| pulls.lends(server));
+        // The last holder of a shard may be lost: its version is waited for.
+        let owners = (0..cluster.layout.shards()).map(|shard| owner(ShardId(shard)));
+        let servers: BTreeSet<ServerId> = cluster.servers().chain(owners).collect();
+        let in_place = ByServer::new(servers, |server| pulls.lends(server));
         let store = Store::new(dtype, &pieces, pool, |shard| in_place[owner(shard)])?;
         let shared = Arc::new(FeedInner::new(pulls.clone(), reading, store));
         let dealt = deal(&in_place, owner, cluster.options.connections, pieces);

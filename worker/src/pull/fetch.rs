@@ -55,11 +55,12 @@ impl Fetch {
             let Some((server, slices)) = self.missing(failures) else { return };
             let mut progress = false;
             let streamed = tokio::select! {
-                streamed = self.stream(server, slices, failures, &mut progress) => streamed,
+                biased;
                 () = cluster.left(server), if cluster.spec().replicas > 1 => {
                     let (limit, remedy) = ("a server of the job", "another holder of its shards is asked");
                     Err(Fault::new(FaultKind::Unavailable, "pull", cluster.address(server), limit, remedy))
                 }
+                streamed = self.stream(server, slices, failures, &mut progress) => streamed,
             };
             let Err(fault) = streamed else { continue };
             failures += 1;
