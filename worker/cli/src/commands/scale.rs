@@ -206,6 +206,10 @@ impl Args {
                     plan.check_fits()?;
                     let request = v1::ScaleRequest { check: false, ..request };
                     members.each(async |mut admin| admin.scale(request.clone()).await)?;
+                    // A server that lives in truth is told too: ranks may listen to it alone.
+                    if let Ok((lost, _)) = Servers::reach(&self.lost, access) {
+                        lost.answers_within(PROMPTLY, async |mut admin| admin.scale(request.clone()).await);
+                    }
                 }
                 Ok(plan)
             });
