@@ -220,6 +220,11 @@ impl Sim {
         lock(&self.state).processes[process].is_dead
     }
 
+    pub(crate) fn is_silent(&self, process: ProcessId) -> bool {
+        let process = &lock(&self.state).processes[process];
+        process.is_dead || process.is_stopped
+    }
+
     fn add(&self, process: ProcessId, body: Body) -> Option<usize> {
         let mut state = lock(&self.state);
         if state.processes[process].is_dead && matches!(body, Body::Task(_)) {

@@ -4,23 +4,25 @@
 
 mod grpc;
 mod host;
+mod losses;
 mod network;
 mod oracle;
 mod rank;
 mod server;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     env,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     time::Duration,
 };
 
+use longshore_engine::step::Wanted;
 use longshore_proto::{Epoch, Rank, ServerId, TierKind, Version};
-use longshore_wire::v1;
 use longshore_worker::{Error, Schedule, session::Joined};
 
 use crate::{
@@ -77,7 +79,8 @@ impl Plan {
 struct Cluster {
     sim: Arc<Sim>,
     oracle: Arc<Oracle>,
-    steps: u64,
+    /// The last step. A job with replicas trains until it has no fault left.
+    steps: AtomicU64,
     plan: Plan,
     /// By server. Those after the job's first servers are spare ones.
     addresses: Vec<String>,
@@ -88,6 +91,12 @@ struct Cluster {
     /// The number of ranks that take part.
     world_size: AtomicUsize,
     is_resizing: AtomicBool,
+    /// Servers that are lost, or taken for lost.
+    lost: Mutex<BTreeSet<usize>>,
+    /// The last state of a shard is lost, together with a rank.
+    is_beyond: AtomicBool,
+    /// Until then ranks may end because of a lost server.
+    may_end: Mutex<Duration>,
     /// By rank: all its processes, the newest last.
     ranks: Mutex<Vec<Vec<Process>>>,
 }
@@ -95,13 +104,14 @@ struct Cluster {
 impl Cluster {
     fn new(seed: u64, plant: Option<Plant>) -> Arc<Cluster> {
         let sim = Sim::new(seed, plant != Some(Plant::EqualIncarnations));
-        let servers = 1 + sim.below(3) as usize;
+        let has_replicas = plant.map_or(seed.is_multiple_of(4), Plant::is_of_replicas);
+        let servers = if has_replicas { 3 + sim.below(2) as usize } else { 1 + sim.below(3) as usize };
         let shards = servers + sim.below(3) as usize;
         let ranks = 1 + sim.below(3) as u32;
         let micro_steps = 1 + sim.below(2) as u32;
         let schedule = if sim.one_in(2) { Schedule::delayed(sim.below(3)) } else { Schedule::exact() };
-        let tier = if sim.one_in(4) { TierKind::Memory } else { TierKind::Nvme };
-        let job = (servers, shards);
+        let tier = if sim.one_in(4) || has_replicas { TierKind::Memory } else { TierKind::Nvme };
+        let job = (servers, shards, 1 + u32::from(has_replicas));
         let oracle = Oracle::new(seed, job, (ranks, micro_steps), (tier, schedule), plant);
         let may_move = sim.one_in(2);
         let spare = if may_move { sim.below(4) as usize } else { 0 };
@@ -112,6 +122,7 @@ impl Cluster {
         };
         let disks = (0..servers + spare).map(|server| Arc::new(Mutex::new(disk(server)))).collect();
         let steps = 4 + sim.below(if may_move { 40 } else { 6 });
+        let steps = AtomicU64::new(if has_replicas { u64::MAX } else { steps });
         let plan = Plan::draw(&sim);
         let world_size = AtomicUsize::new(ranks as usize);
         let ranks = Mutex::new((0..ranks).map(|_| Vec::new()).collect());
@@ -126,6 +137,9 @@ impl Cluster {
             has_lost: AtomicBool::new(false),
             world_size,
             is_resizing: AtomicBool::new(false),
+            lost: Mutex::default(),
+            is_beyond: AtomicBool::new(false),
+            may_end: Mutex::default(),
             ranks,
         };
         let cluster = Arc::new(cluster);
@@ -142,7 +156,9 @@ impl Cluster {
 
     fn start_server(&self, server: usize) {
         let address = &self.addresses[server];
-        let skew = Duration::from_secs(3600 * server as u64);
+        // Where the first server may be lost, clocks agree.
+        let skew = if self.has_replicas() { Duration::ZERO } else { Duration::from_secs(3600) };
+        let skew = skew * server as u32;
         let started = Server::start(&self.sim, &self.oracle, address, &self.disks[server], skew);
         let mut servers = lock(&self.servers);
         if servers.len() > server { servers[server] = started } else { servers.push(started) }
@@ -166,7 +182,10 @@ impl Cluster {
         }
         let cluster = Arc::clone(self);
         self.sim.main(id, move || {
-            let ended = rank::run(&cluster, rank, world_size as u32, id);
+            let run = || rank::run(&cluster, rank, world_size as u32, id);
+            let Ok(ended) = catch_unwind(AssertUnwindSafe(run)) else {
+                return cluster.oracle.fail(format!("rank {rank} panics"));
+            };
             if cluster.sim.is_dead(id) {
                 return;
             }
@@ -175,8 +194,9 @@ impl Cluster {
             // A process that was stopped meanwhile may know only servers that have left.
             let is_late =
                 cluster.newest(rank) != id && cluster.has_changed() || cluster.world_size() != world_size;
+            let may_end = cluster.sim.now() < *lock(&cluster.may_end);
             if let Err(error) = ended.as_ref().map_err(|error| error.to_string())
-                && !(was_fenced || is_late)
+                && !(was_fenced || is_late || may_end)
             {
                 cluster.oracle.fail(format!("rank {rank} ended: {error}"));
             }
@@ -216,12 +236,15 @@ impl Cluster {
 
     /// The servers that the job has by now, as a launcher finds them.
     fn members(&self) -> Vec<String> {
-        let servers = lock(&self.servers).clone();
-        let placements = servers.iter().filter_map(|server| server.placement()).collect::<Vec<_>>();
+        let placements: Vec<_> = self.living().filter_map(|(_, server)| server.placement()).collect();
         let newest = placements.iter().max_by_key(|(version, placement)| (*version, placement.epoch));
         let newest = newest.map(|(_, placement)| placement).filter(|placement| placement.epoch > Epoch(1));
         let newest = newest.unwrap_or(&self.oracle.placement);
         newest.servers.iter().filter(|address| !address.is_empty()).cloned().collect()
+    }
+
+    fn steps(&self) -> u64 {
+        self.steps.load(Relaxed)
     }
 
     fn has_changed(&self) -> bool {
@@ -231,15 +254,16 @@ impl Cluster {
     /// Asks for other servers, as `longshore scale` does.
     fn scale(&self) {
         let sim = &self.sim;
-        let wished = |_: &&String| sim.one_in(2);
-        let mut servers: Vec<String> = self.addresses.iter().filter(wished).cloned().collect();
+        let all: Vec<&String> = self.living().map(|(server, _)| &self.addresses[server]).collect();
+        let mut servers: Vec<String> = all.iter().filter(|_| sim.one_in(2)).copied().cloned().collect();
         if servers.is_empty() {
-            servers.push(self.addresses[sim.below(self.addresses.len() as u64) as usize].clone());
+            servers.push(all[sim.below(all.len() as u64) as usize].clone());
         }
         servers.truncate(self.oracle.layout.shards() as usize);
         sim.note(OUTSIDE, || format!("the job shall have {servers:?}"));
-        let wanted = v1::Wanted { servers, asked_micros: sim.now().as_micros() as u64, ..Default::default() };
-        for server in lock(&self.servers).iter() {
+        let asked_micros = sim.now().as_micros() as u64;
+        let wanted = Wanted { servers, asked_micros, ..Default::default() };
+        for (_, server) in self.living() {
             server.want(&wanted);
         }
     }
@@ -284,7 +308,10 @@ impl Cluster {
 
     fn is_over(&self) -> bool {
         let done = |of: &Vec<Process>| of.last().is_some_and(|process| matches!(process.ended, Some(Ok(()))));
-        self.oracle.violation().is_some() || lock(&self.ranks).iter().take(self.world_size()).all(done)
+        let is_beyond = self.is_beyond.load(Relaxed);
+        is_beyond
+            || self.oracle.violation().is_some()
+            || lock(&self.ranks).iter().take(self.world_size()).all(done)
     }
 
     /// Starts ranks that ended without being done, as a launcher does.
@@ -439,6 +466,13 @@ impl Cluster {
             while begun && chaos.version() < Version(1) && chaos.sim.now() < end {
                 chaos.sim.sleep(Duration::from_millis(10)).await;
             }
+            if chaos.has_replicas() {
+                let (one, held) = (Arc::clone(&chaos), Arc::clone(&left));
+                chaos.sim.spawn(OUTSIDE, async move {
+                    one.lose_servers().await;
+                    drop(held);
+                });
+            }
             for _ in 0..chaos.plan.faults {
                 let time = chaos.sim.part_of(chaos.plan.pause);
                 chaos.sim.sleep(time).await;
@@ -452,6 +486,9 @@ impl Cluster {
                 chaos.sim.sleep(Duration::from_millis(100)).await;
             }
             chaos.sim.network.clear();
+            if chaos.has_replicas() {
+                chaos.end_soon().await;
+            }
             loop {
                 chaos.sim.sleep(Duration::from_millis(500)).await;
                 chaos.launch_again();
@@ -461,19 +498,25 @@ impl Cluster {
         if let Some(violation) = self.oracle.violation() {
             return Err(violation);
         }
+        if self.is_beyond.load(Relaxed) {
+            return Ok(());
+        }
         if !over {
             return Err("the job waits for ever".into());
         }
         // Servers make the last updates after all ranks have ended.
         self.sim.run(self.sim.now() + Duration::from_secs(5), || false);
         self.oracle.violation().map_or(Ok(()), Err)?;
-        self.oracle.check_end(Version(self.steps))?;
+        self.oracle.check_end(Version(self.steps()))?;
         let members = self.members();
         for (address, disk) in self.addresses.iter().zip(&self.disks) {
             let newest = lock(disk).newest();
-            if self.has_drives() && members.contains(address) && newest != Version(self.steps) {
+            if self.has_drives() && members.contains(address) && newest != Version(self.steps()) {
                 return Err(format!("{address} has only {newest}, and all ranks have ended"));
             }
+        }
+        if self.has_replicas() && !self.is_whole(Some(Version(self.steps()))) {
+            return Err("a shard has not two holders in the end".into());
         }
         Ok(())
     }
@@ -493,7 +536,8 @@ impl Cluster {
 
 fn simulate(seed: u64, plant: Option<Plant>) -> Result<(), String> {
     let cluster = Cluster::new(seed, plant);
-    let result = cluster.run();
+    let run = catch_unwind(AssertUnwindSafe(|| cluster.run()));
+    let result = run.unwrap_or_else(|_| Err("a task panics".into()));
     let trace = result.is_err().then(|| cluster.sim.trace());
     cluster.end();
     result.map_err(|error| format!("seed {seed}: {error}\n{}", trace.unwrap_or_default()))

@@ -58,9 +58,33 @@ pub(crate) enum Plant {
     ChangeForgotten,
     /// Ranks join without a comparison of how many there are.
     WorldSizeIgnored,
+    /// A step is decided before replicas have its sums.
+    ReplicaUnawaited,
+    /// An owner does not wait until its new replica has the state.
+    LentUnawaited,
+    /// An owner waits for a new replica that is lost.
+    LentForever,
+    /// A replica counts as a holder before it has the state.
+    UnfetchedCounts,
+    /// A server misses that a decision gives up another one.
+    LossForgotten,
 }
 
-pub(crate) const PLANTS: [Plant; 20] = [
+impl Plant {
+    /// Returns true if only a job with replicas has the fault.
+    pub(crate) fn is_of_replicas(self) -> bool {
+        matches!(
+            self,
+            Plant::ReplicaUnawaited
+                | Plant::LentUnawaited
+                | Plant::LentForever
+                | Plant::UnfetchedCounts
+                | Plant::LossForgotten
+        )
+    }
+}
+
+pub(crate) const PLANTS: [Plant; 25] = [
     Plant::AcknowledgedUnstored,
     Plant::OriginIgnored,
     Plant::DurableAtOnce,
@@ -81,6 +105,11 @@ pub(crate) const PLANTS: [Plant; 20] = [
     Plant::FreedAtOnce,
     Plant::ChangeForgotten,
     Plant::WorldSizeIgnored,
+    Plant::ReplicaUnawaited,
+    Plant::LentUnawaited,
+    Plant::LentForever,
+    Plant::UnfetchedCounts,
+    Plant::LossForgotten,
 ];
 
 /// A decided version: its number, and who decided it.
@@ -109,6 +138,8 @@ struct Known {
     worlds: BTreeMap<Incarnation, u32>,
     /// The decision before.
     parents: BTreeMap<Decision, Decision>,
+    /// Decisions whose weights rank 0 has read: all servers had them.
+    acknowledged: BTreeSet<Decision>,
     violation: Option<String>,
 }
 
@@ -128,7 +159,7 @@ const FIRST: Decision = (Version(0), Incarnation(0));
 impl Oracle {
     pub(crate) fn new(
         seed: u64,
-        (servers, shards): (usize, usize),
+        (servers, shards, replicas): (usize, usize, u32),
         (ranks, micro_steps): (u32, u32),
         (tier, schedule): (TierKind, Schedule),
         plant: Option<Plant>,
@@ -140,6 +171,7 @@ impl Oracle {
             micro_steps,
             max_delay: schedule.delay(),
             tier,
+            replicas,
             ..JobSpec::new(
                 JobName::parse("name", "simulated").expect("a good name"),
                 (0..shards).map(param).collect(),
@@ -147,7 +179,7 @@ impl Oracle {
         };
         let layout = spec.validate().expect("a good spec");
         let addresses = (0..servers).map(address).collect();
-        let placement = Placement::striped(addresses, layout.shards());
+        let placement = spec.striped(addresses, layout.shards());
         let (spec, layout) = (Arc::new(spec), Arc::new(layout));
         let oracle = Oracle { spec, layout, placement, schedule, seed, plant, known: Mutex::default() };
         for shard in (0..oracle.layout.shards()).map(ShardId) {
@@ -196,6 +228,9 @@ impl Oracle {
             known
                 .violation
                 .get_or_insert(format!("rank {rank} read {read:x?}, which no decision of {version} made"));
+        }
+        if let (0, 1) = (rank, common.len()) {
+            known.acknowledged.extend(&common);
         }
         let of =
             read.iter().fold(step.0 ^ mix(process as u64), |hash, &state| mix(hash.rotate_left(9) ^ state));
@@ -302,9 +337,15 @@ impl Oracle {
             made.map(|(_, decision)| *decision).collect::<BTreeSet<Decision>>()
         };
         let common = (0..self.layout.shards()).map(ShardId).map(of).reduce(|all, of| &all & &of);
-        match common.is_some_and(|common| !common.is_empty()) {
-            true => Ok(()),
-            false => Err(format!("no decision has made {version} of all shards")),
+        let Some(last) = common.unwrap_or_default().into_iter().next() else {
+            return Err(format!("no decision has made {version} of all shards"));
+        };
+        // Drives may lose a version that is not durable yet, and ranks make it again.
+        let history: BTreeSet<Decision> =
+            std::iter::successors(Some(last), |decision| known.parents.get(decision).copied()).collect();
+        match known.acknowledged.difference(&history).next().filter(|_| self.spec.replicas > 1) {
+            Some(lost) => Err(format!("{lost:?} was decided everywhere, and is not in the history")),
+            None => Ok(()),
         }
     }
 

@@ -19,7 +19,7 @@ pub(crate) fn run(cluster: &Arc<Cluster>, rank: usize, world_size: u32, id: Proc
         slow_deadline: Duration::from_secs(120),
         process: Process::default(),
         world_size,
-        ..Options::new(cluster.members(), (*cluster.oracle.spec).clone(), Rank(rank as u32))
+        ..Options::new(cluster.listed(), (*cluster.oracle.spec).clone(), Rank(rank as u32))
     };
     loop {
         match train(cluster, options.clone(), id) {
@@ -54,9 +54,9 @@ fn train(cluster: &Cluster, options: Options, id: ProcessId) -> Result<()> {
 }
 
 fn train_to(cluster: &Cluster, pipeline: &mut Pipeline, rank: (u32, u32, ProcessId)) -> Result<()> {
-    let (oracle, steps) = (&cluster.oracle, cluster.steps);
+    let oracle = &cluster.oracle;
     let shards = oracle.layout.shards();
-    while pipeline.last_step().0 < steps {
+    while pipeline.last_step().0 < cluster.steps() {
         let plan = pipeline.begin()?;
         let weights = pipeline.weights()?;
         let mut read = Vec::new();
@@ -83,7 +83,7 @@ fn train_to(cluster: &Cluster, pipeline: &mut Pipeline, rank: (u32, u32, Process
         pipeline.finish(Vec::new())?;
     }
     let version = pipeline.settle()?;
-    debug_assert_eq!(Step(version.0), Step(steps));
+    debug_assert_eq!(Step(version.0), Step(cluster.steps()));
     Ok(())
 }
 

@@ -3,6 +3,7 @@
 //! change of servers asks for.
 
 mod moves;
+mod replicas;
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -14,7 +15,7 @@ use http::{Request, Response};
 use longshore_engine::{
     ids::{Contributor, OwnedShard},
     record::{Joined, Record},
-    step::{Admission, Machine, Phase, Refusal, Sum, Work},
+    step::{Admission, Machine, Phase, Refusal, Sum, Wanted, Work},
     tier::places,
 };
 use longshore_proto::{
@@ -74,7 +75,7 @@ struct Instance {
     /// Watches of each rank's processes.
     watches: BTreeMap<(Rank, u64), usize>,
     /// The servers that an operator wants the job to have.
-    wanted: v1::Wanted,
+    wanted: Wanted,
     is_fetching: bool,
 }
 
@@ -95,8 +96,7 @@ impl Disk {
         let record = Record::filled(0, Vec::new());
         let placement = &oracle.placement;
         let state = |&shard: &ShardId| {
-            let is_owned = placement.owner(shard) == server;
-            is_owned.then(|| (Version(0), oracle.first(shard))).into_iter().collect()
+            placement.holds(server, shard).then(|| (Version(0), oracle.first(shard))).into_iter().collect()
         };
         let state = places(&oracle.spec, &oracle.layout, placement, server).iter().map(state).collect();
         let joined = vec![None; oracle.spec.world_size as usize];
@@ -283,7 +283,11 @@ impl Server {
             let Some(instance) = self.living(&mut instance, life) else { return };
             match work {
                 Work::Sum(sum) => self.sum(instance, sum),
-                Work::Update { owned, step } => self.update(instance, owned, step),
+                // The loss of a server may have taken the shard from this one meanwhile.
+                Work::Update { owned, step } => match instance.machine.updatable(owned, |_| 1, step)[..] {
+                    [owned] => self.update(instance, owned, step),
+                    _ => {}
+                },
             }
             self.free_handed(instance);
             self.moved();
@@ -484,6 +488,7 @@ impl Server {
             let is_changed = placement.epoch > Epoch(1) || instance.wanted.asked_micros > 0;
             let scaling = v1::Scaling {
                 wanted: instance.wanted.servers.clone(),
+                lost: instance.wanted.lost.clone(),
                 asked_micros: instance.wanted.asked_micros,
                 awaited_shards: instance.machine.awaited().len() as u32,
                 ..Default::default()
@@ -554,8 +559,14 @@ impl Server {
         if self.oracle.has(Plant::ChangeForgotten) && self.sim.one_in(20) {
             commit.placement = None;
         }
+        if let Some(change) = commit.placement.as_mut().filter(|_| self.oracle.has(Plant::LossForgotten)) {
+            change.lost.clear();
+        }
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let step = commit.step;
+        if let Some(report) = request.report.as_ref().filter(|report| !report.scaling.is_empty()) {
+            self.note(|| format!("{step}: in the way is {}", report.scaling));
+        }
         let current = self.with(|instance| Ok(instance.machine.version()))?;
         self.until_durable(Version(step.0.saturating_sub(1)).min(current), PATIENCE).await?;
         let origin =
@@ -575,8 +586,14 @@ impl Server {
                 return Err(Refusal::CommitOwed { step, missing }.into());
             }
             let decided_by = commit.decided_by;
-            let work = instance.machine.commit(incarnation, commit, origin)?;
+            let work = match instance.machine.commit(incarnation, commit, origin) {
+                Err(Refusal::CommitIncomplete { .. }) if self.oracle.has(Plant::ReplicaUnawaited) => {
+                    return Ok(true);
+                }
+                work => work?,
+            };
             instance.works.extend(work);
+            self.lend(instance);
             self.fetch_awaited(instance);
             let duplicate = instance.machine.version() == before;
             if !duplicate {
@@ -773,8 +790,9 @@ impl Server {
         for (owned, shard) in self.with(asked)?.into_iter().rev() {
             let check = |instance: &mut Instance| {
                 instance.machine.check_stats(step)?;
-                let is_there =
-                    instance.machine.is_complete(owned, step) || self.oracle.has(Plant::StatsTooEarly);
+                let is_early = self.oracle.has(Plant::StatsTooEarly)
+                    || self.oracle.has(Plant::ReplicaUnawaited) && !instance.machine.is_owner(owned, step);
+                let is_there = is_early || instance.machine.is_complete(owned, step);
                 Ok(is_there.then(|| instance.machine.origin(owned, step)))
             };
             let origin = self.until(patience, check).await?;
@@ -825,14 +843,15 @@ impl Server {
                 let news = instance.machine.commits_after(after);
                 let forgotten =
                     || Fault::new(FaultKind::NotFound, "after_step", after.0, "kept", "join again");
-                let wanted = Some(&instance.wanted).filter(|wanted| wanted.asked_micros > told).cloned();
+                let wanted = Some(&instance.wanted).filter(|wanted| wanted.words > told).cloned();
                 let news = (news.ok_or_else(forgotten)?, wanted);
                 Ok(Some(news).filter(|(commits, wanted)| !commits.is_empty() || wanted.is_some()))
             };
             let (commits, wanted) = self.until(Duration::from_secs(100_000), check).await?;
             if let Some(wanted) = wanted {
-                told = wanted.asked_micros;
-                let event = Some(v1::event::Event::Wanted(wanted));
+                told = wanted.words;
+                let Wanted { servers, asked_micros, lost, .. } = wanted;
+                let event = Some(v1::event::Event::Wanted(v1::Wanted { servers, asked_micros, lost }));
                 if !outgoing.send(&v1::Event { event }).await {
                     return Ok(());
                 }

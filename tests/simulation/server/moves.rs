@@ -18,7 +18,7 @@ use longshore_wire::{
     v1::{self, tensors_client::TensorsClient},
 };
 
-use super::{Instance, PATIENCE, Saved, Server, joined, progress, tell};
+use super::{Instance, PATIENCE, Saved, Server, joined, progress, recovering, tell};
 use crate::{
     grpc::Outgoing,
     host::lock,
@@ -32,21 +32,12 @@ const PAUSE: Duration = Duration::from_millis(100);
 const SILENCE: Duration = Duration::from_secs(20);
 
 impl Server {
-    /// Tells the server which servers an operator wants. Returns false if the job is not there.
-    pub(crate) fn want(&self, wanted: &v1::Wanted) -> bool {
-        let kept = self.with(|instance| {
-            if instance.wanted.asked_micros < wanted.asked_micros {
-                instance.wanted = wanted.clone();
-            }
-            Ok(())
-        });
-        self.moved();
-        kept.is_ok()
-    }
-
     /// Version and placement as this server or its drive knows them. None where it takes no part in the job.
     pub(crate) fn placement(&self) -> Option<(Version, Placement)> {
         let instance = self.instance();
+        if self.sim.is_dead(self.process) && !self.is_durable_later() {
+            return None;
+        }
         if instance.is_none() || self.sim.is_dead(self.process) {
             let disk = lock(&self.disk);
             let Record { version, placement, .. } = disk.saved.last()?.record.clone();
@@ -176,10 +167,14 @@ impl Server {
         outgoing: &Outgoing,
     ) -> Result<(), Fault> {
         let (shard, version) = (ShardId(request.shard), Version(request.version));
+        if request.arrived {
+            self.arrived(shard, version)?;
+            return Ok(());
+        }
         let check = |instance: &mut Instance| {
             let owned = instance.machine.owned_index(shard)?;
             let state = &instance.state[owned.index()];
-            if self.oracle.has(Plant::FetchTooEarly) {
+            if self.oracle.has(Plant::FetchTooEarly) || self.oracle.has(Plant::LentUnawaited) {
                 return Ok(state.values().next_back().copied());
             }
             if !instance.machine.check_fetch(owned, version)? {
@@ -217,15 +212,12 @@ impl Server {
             let Some(awaited) = first else { return };
             match self.fetch(&awaited).await {
                 Ok(state) => {
-                    let mut instance = self.instance();
-                    let Some(instance) = self.living(&mut instance, life) else { return };
-                    let Ok(owned) = instance.machine.owned_index(awaited.shard) else { return };
-                    instance.state[owned.index()] = BTreeMap::from([(awaited.version, state)]);
-                    let works = instance.machine.fetched(owned);
-                    instance.works.extend(works);
-                    let Awaited { shard, version, source, .. } = awaited;
-                    self.note(|| format!("has {version} of {shard} from {source} ({state:x})"));
-                    self.moved();
+                    if !self.has_fetched(life, &awaited, state) {
+                        return;
+                    }
+                    if awaited.is_replica {
+                        self.say_arrived(&awaited).await;
+                    }
                 }
                 Err(fault) => {
                     self.note(|| format!("cannot fetch {}: {fault}", awaited.shard));
@@ -235,29 +227,61 @@ impl Server {
         }
     }
 
+    /// Takes the state of an awaited shard. Returns false if the job was opened again since.
+    fn has_fetched(&self, life: u64, awaited: &Awaited, state: u64) -> bool {
+        let mut instance = self.instance();
+        let Some(instance) = self.living(&mut instance, life) else { return false };
+        let Ok(owned) = instance.machine.owned_index(awaited.shard) else { return false };
+        instance.state[owned.index()] = BTreeMap::from([(awaited.version, state)]);
+        let works = instance.machine.fetched(owned);
+        instance.works.extend(works);
+        let Awaited { shard, version, source, .. } = awaited;
+        self.note(|| format!("has {version} of {shard} from {source} ({state:x})"));
+        self.moved();
+        true
+    }
+
     async fn fetch(&self, awaited: &Awaited) -> Result<u64, Fault> {
-        let channel = connect(&self.sim, self.process, &awaited.address);
+        let fetch = self.ask(awaited, false);
+        let silent = || Fault::new(FaultKind::Deadline, "fetch", awaited.shard, "sent in time", "ask again");
+        tokio::pin!(fetch);
+        tokio::select! {
+            biased;
+            part = &mut fetch => part?.map(|part| number(&part.payload)).ok_or_else(silent),
+            () = self.sim.sleep(SILENCE) => Err(silent()),
+        }
+    }
+
+    /// Calls the server that has an awaited shard.
+    async fn ask(&self, awaited: &Awaited, arrived: bool) -> Result<Option<v1::FetchResponse>, Fault> {
         let request = v1::FetchRequest {
             job: self.spec().name.to_string(),
             shard: awaited.shard.0,
             version: awaited.version.0,
             deadline_ms: PATIENCE.as_millis() as u64,
-            ..Default::default()
+            arrived,
         };
-        let mut client = TensorsClient::new(channel);
-        let fetch = async {
-            let mut parts = client.fetch(request).await?.into_inner();
-            parts.message().await
-        };
-        let silent = || Fault::new(FaultKind::Deadline, "fetch", awaited.shard, "sent in time", "ask again");
-        tokio::pin!(fetch);
-        tokio::select! {
-            biased;
-            part = &mut fetch => {
-                let part = part.map_err(|status| fault_from_status(&status, &awaited.address))?;
-                part.map(|part| number(&part.payload)).ok_or_else(silent)
+        let mut client = TensorsClient::new(connect(&self.sim, self.process, &awaited.address));
+        let asked = async { client.fetch(request).await?.into_inner().message().await };
+        asked.await.map_err(|status| fault_from_status(&status, &awaited.address))
+    }
+
+    /// Tells the owner that its new replica has the state, until the owner answers or has left the job.
+    async fn say_arrived(&self, awaited: &Awaited) {
+        loop {
+            let fault = tokio::select! {
+                biased;
+                told = self.ask(awaited, true) => told.err(),
+                () = self.sim.sleep(SILENCE) => Some(recovering()),
+            };
+            let passes = |fault: &Fault| matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline);
+            let is_member = self.with(|instance| {
+                Ok(instance.machine.placement().members().any(|server| server == awaited.source))
+            });
+            if !fault.as_ref().is_some_and(passes) || !is_member.unwrap_or(false) {
+                return;
             }
-            () = self.sim.sleep(SILENCE) => Err(silent()),
+            self.sim.sleep(PAUSE).await;
         }
     }
 

@@ -1,0 +1,264 @@
+//! Servers that are lost for good, in jobs with replicas, and the operators that say so.
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
+};
+
+use longshore_engine::step::Wanted;
+use longshore_proto::Version;
+
+use crate::{
+    Cluster, LONGEST,
+    host::{OUTSIDE, lock},
+    server::Server,
+};
+
+/// Time after an operator's word in which each rank has heard of it, or has ended.
+const HEARD: Duration = Duration::from_secs(60);
+
+impl Cluster {
+    pub(crate) fn has_replicas(&self) -> bool {
+        self.oracle.spec.replicas > 1
+    }
+
+    /// The servers that are not lost, with their numbers.
+    pub(crate) fn living(&self) -> impl Iterator<Item = (usize, Arc<Server>)> {
+        let (servers, lost) = (lock(&self.servers).clone(), lock(&self.lost).clone());
+        servers.into_iter().enumerate().filter(move |(server, _)| !lost.contains(server))
+    }
+
+    /// The servers that a rank is started with: those of the job, or the first ones as long as all of them answer.
+    pub(crate) fn listed(&self) -> Vec<String> {
+        let first = &self.oracle.placement.servers;
+        let servers = lock(&self.servers).clone();
+        let answer = servers.iter().take(first.len()).all(|of| !self.sim.is_dead(of.process));
+        if self.has_replicas() && answer && self.sim.one_in(4) { first.clone() } else { self.members() }
+    }
+
+    /// Returns true if the servers of the job are those that an operator wants, and each shard has two holders, at `version`
+    /// if one is named.
+    pub(crate) fn is_whole(&self, version: Option<Version>) -> bool {
+        let placements = || self.living().filter_map(|(_, server)| server.placement());
+        let Some((_, newest)) = placements().max_by_key(|(version, of)| (*version, of.epoch)) else {
+            return false;
+        };
+        let members: Vec<String> = newest.addresses().map(str::to_string).collect();
+        let is_lost = lock(&self.lost).iter().any(|&lost| members.contains(&self.addresses[lost]));
+        let mut of = self.living().filter(|(server, _)| members.contains(&self.addresses[*server]));
+        let has_all = of.all(|(_, server)| server.has_all(version, newest.epoch));
+        let wishes = self.living().map(|(_, server)| server.wanted());
+        let wish: BTreeSet<String> =
+            wishes.max_by_key(|wish| wish.asked_micros).into_iter().flat_map(|wish| wish.servers).collect();
+        let is_there = wish.is_empty() || members.iter().collect::<BTreeSet<_>>() == wish.iter().collect();
+        !is_lost && is_there && has_all && (newest.unreplicated() == 0 || members.len() == 1)
+    }
+
+    /// Loses one server after the other.
+    pub(crate) async fn lose_servers(self: &Arc<Self>) {
+        let sim = &self.sim;
+        for _ in 0..sim.below(4) {
+            let time = sim.part_of(self.plan.pause * 4);
+            sim.sleep(time).await;
+            self.lose_server().await;
+            if sim.one_in(2) {
+                self.until_whole().await;
+            }
+        }
+    }
+
+    /// Lets the job train for some more steps, once it has no fault left. No rank has begun the last one.
+    pub(crate) async fn end_soon(self: &Arc<Self>) {
+        let epoch = || self.living().filter_map(|(_, server)| Some(server.placement()?.1.epoch)).max();
+        self.repeat();
+        let mut before = None;
+        // Processes that were started late may have sent other gradients to owners than to replicas.
+        while before != epoch() {
+            self.until_whole().await;
+            before = epoch();
+            let version = self.version();
+            while self.version().0 < version.0 + 4 {
+                self.sim.sleep(Duration::from_millis(20)).await;
+                self.launch_again();
+            }
+            self.until_whole().await;
+        }
+        self.steps.store(self.version().0 + 4 + self.sim.below(6), Relaxed);
+    }
+
+    /// Waits until each shard has two holders again.
+    pub(crate) async fn until_whole(self: &Arc<Self>) {
+        let mut again = self.sim.now() + HEARD;
+        while !self.is_whole(None) {
+            self.sim.sleep(Duration::from_millis(20)).await;
+            self.launch_again();
+            if self.sim.now() > again {
+                again = self.sim.now() + HEARD;
+                self.repeat();
+            }
+        }
+    }
+
+    /// Tells each server that answers which ones are lost, and that the job shall stay on the others.
+    fn repeat(&self) {
+        let lost: Vec<String> = lock(&self.lost).iter().map(|&lost| self.addresses[lost].clone()).collect();
+        let (lost, servers) = self.members().into_iter().partition(|member| lost.contains(member));
+        let asked_micros = self.sim.now().as_micros() as u64;
+        let wanted = Wanted { servers, asked_micros, lost, ..Wanted::default() };
+        self.sim.note(OUTSIDE, || format!("the job shall stay on {:?}", wanted.servers));
+        let servers = lock(&self.servers).clone();
+        for server in servers.iter().filter(|server| !self.sim.is_silent(server.process)) {
+            server.want(&wanted);
+        }
+    }
+
+    /// Loses a server of which other servers have all shards. Its process is killed, stopped or cut off, at the very moment
+    /// of an event.
+    async fn lose_server(self: &Arc<Self>) {
+        let sim = &self.sim;
+        let members = self.members();
+        let of = self.living().filter(|(server, _)| members.contains(&self.addresses[*server]));
+        let of: Vec<_> = of.collect();
+        let (number, server) = of[sim.below(of.len() as u64) as usize].clone();
+        let mut changes = server.changes();
+        for _ in 0..sim.below(8) {
+            tokio::select! {
+                biased;
+                _ = changes.changed() => {}
+                () = sim.sleep(Duration::from_millis(500)) => {}
+            }
+        }
+        let address = self.addresses[number].clone();
+        let lost = || lock(&self.lost).iter().map(|&lost| self.addresses[lost].clone()).collect();
+        lock(&self.lost).insert(number);
+        let wanted = Wanted { lost: lost(), ..Wanted::default() };
+        let is_last = |(_, server): (_, Arc<Server>)| server.last_after(wanted.clone()).is_some();
+        if of.len() < 2 || !members.contains(&address) || self.living().any(is_last) {
+            lock(&self.lost).remove(&number);
+            return;
+        }
+        self.has_lost.store(true, Relaxed);
+        *lock(&self.may_end) = sim.now() + LONGEST;
+        let rank = sim.below(2 * self.world_size() as u64) as usize;
+        if rank < self.world_size() {
+            let process = self.newest(rank);
+            sim.note(process, || "is killed with a server".into());
+            sim.kill(process);
+        }
+        match sim.below(4) {
+            0 => {
+                sim.note(server.process, || "is stopped, and taken for lost".into());
+                sim.stop(server.process, true);
+                self.wakes(server.process);
+            }
+            1 => {
+                let (out, back) = [(true, false), (false, true), (true, true)][sim.below(3) as usize];
+                sim.note(server.process, || {
+                    format!("is cut off, and taken for lost: out {out}, back {back}")
+                });
+                self.cut_off(&address, (out, back));
+            }
+            _ => {
+                sim.note(server.process, || "is lost for good".into());
+                sim.kill(server.process);
+            }
+        }
+        let late = Duration::from_secs([1, 1, 10, 40][sim.below(4) as usize]);
+        let first = async {
+            let begun = sim.now() + sim.part_of(late);
+            while sim.now() < begun || !self.give_up(&address).await {
+                sim.sleep(Duration::from_millis(200)).await;
+                self.launch_again();
+            }
+        };
+        let second = async {
+            sim.sleep(sim.part_of(2 * late)).await;
+            if sim.one_in(3) {
+                self.give_up(&address).await;
+            }
+        };
+        tokio::join!(first, second);
+        *lock(&self.may_end) = sim.now() + HEARD;
+    }
+
+    /// Lets a stopped process go on later, with all that it had.
+    fn wakes(self: &Arc<Self>, process: usize) {
+        let cluster = Arc::clone(self);
+        self.sim.spawn(OUTSIDE, async move {
+            let time = cluster.sim.part_of(Duration::from_secs(60));
+            cluster.sim.sleep(time).await;
+            cluster.sim.note(process, || "wakes up".into());
+            cluster.sim.stop(process, false);
+        });
+    }
+
+    /// Cuts the links of all processes with a server, some for a while.
+    fn cut_off(self: &Arc<Self>, address: &str, (out, back): (bool, bool)) {
+        let ranks: Vec<usize> = (0..self.world_size()).map(|rank| self.newest(rank)).collect();
+        let servers = lock(&self.servers).iter().map(|server| server.process).collect::<Vec<_>>();
+        for &process in ranks.iter().chain(&servers) {
+            self.sim.network.change(process, address, |weather| {
+                (weather.is_cut_out, weather.is_cut_back) = (out, back);
+            });
+        }
+        let cluster = Arc::clone(self);
+        self.sim.spawn(OUTSIDE, async move {
+            let time = cluster.sim.part_of(Duration::from_secs(60));
+            cluster.sim.sleep(time).await;
+            cluster.sim.network.clear();
+        });
+    }
+
+    /// Tells the job's servers that one is lost, as `longshore scale --lost` does. Returns false if the command ended early.
+    async fn give_up(&self, address: &str) -> bool {
+        let sim = &self.sim;
+        let members = self.members();
+        let lost = vec![address.to_string()];
+        let living = self.living().filter(|(server, _)| members.contains(&self.addresses[*server]));
+        let mut living: Vec<_> = living.collect();
+        let known: Vec<String> = living.iter().flat_map(|(_, server)| server.wanted().lost).collect();
+        let stays = |member: &&String| *member != address && !known.contains(member);
+        let mut servers: Vec<String> = members.iter().filter(stays).cloned().collect();
+        let spare = self.living().map(|(server, _)| &self.addresses[server]);
+        let spare: Vec<&String> = spare.filter(|spare| !members.contains(spare)).collect();
+        if let Some(spare) = spare.first().filter(|_| sim.one_in(2)) {
+            servers.push((*spare).clone());
+        }
+        // The clock of an operator's host may be late.
+        let late = Duration::from_secs(if sim.one_in(4) { 3600 } else { 0 });
+        let asked_micros = (sim.now() - late).as_micros() as u64;
+        let wanted = Wanted { servers, asked_micros, lost, ..Wanted::default() };
+        if let Some(shard) = living.iter().find_map(|(_, server)| server.last_after(wanted.clone())) {
+            // A decision that was under way has dropped the other holder, which had another gradient, or has moved the
+            // shard to it. Only a checkpoint helps.
+            let is_changing = |of: &Server| {
+                of.placement().is_some_and(|(_, of)| of.handovers.iter().any(|of| of.shard == shard))
+            };
+            match living.iter().any(|(_, server)| is_changing(server)) {
+                true => self.is_beyond.store(true, Relaxed),
+                false => self.oracle.fail(format!("{address} is lost, with the last of {shard}")),
+            }
+            return true;
+        }
+        sim.note(OUTSIDE, || format!("{address} is lost, and the job shall have {:?}", wanted.servers));
+        // A server that lives is told too: ranks may listen to it alone.
+        let servers = lock(&self.servers).clone();
+        let told = servers
+            .iter()
+            .zip(&self.addresses)
+            .filter(|(server, of)| *of == address && !self.sim.is_silent(server.process));
+        living.extend(told.map(|(server, _)| (usize::MAX, Arc::clone(server))));
+        while !living.is_empty() {
+            let (_, server) = living.swap_remove(sim.below(living.len() as u64) as usize);
+            server.want(&wanted);
+            if sim.one_in(8) && !living.is_empty() {
+                sim.note(OUTSIDE, || "the operator's command is killed".into());
+                return false;
+            }
+            let time = sim.part_of(Duration::from_millis(100));
+            sim.sleep(time).await;
+        }
+        true
+    }
+}

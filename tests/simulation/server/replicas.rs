@@ -1,0 +1,81 @@
+//! A simulated server's part in the loss of another one: an operator's word, and the states of its replicas.
+
+use std::collections::BTreeMap;
+
+use longshore_engine::step::Wanted;
+use longshore_proto::{Epoch, Fault, ShardId, Version};
+
+use super::{Instance, Server};
+use crate::oracle::Plant;
+
+impl Server {
+    /// Tells the server which servers an operator wants, and which are lost. Returns false if the job is not there.
+    pub(crate) fn want(&self, wanted: &Wanted) -> bool {
+        let kept = self.with(|instance| {
+            let placement = instance.machine.placement().clone();
+            instance.wanted.take(wanted.clone(), &placement);
+            if !self.oracle.has(Plant::LentForever) {
+                let works = instance.machine.lend_no_more(&instance.wanted.lost.clone());
+                instance.works.extend(works);
+            }
+            Ok(())
+        });
+        self.moved();
+        kept.is_ok()
+    }
+
+    /// What operators have told this server.
+    pub(crate) fn wanted(&self) -> Wanted {
+        self.instance().as_ref().map(|instance| instance.wanted.clone()).unwrap_or_default()
+    }
+
+    /// Returns a shard of which nothing is left after this word of an operator.
+    pub(crate) fn last_after(&self, wanted: Wanted) -> Option<ShardId> {
+        let instance = self.instance();
+        let Instance { machine, wanted: known, .. } = instance.as_ref()?;
+        let mut then = known.clone();
+        then.take(wanted, machine.placement());
+        let lost = &then.lost;
+        if self.oracle.has(Plant::UnfetchedCounts) {
+            let placement = machine.placement();
+            let is_lost = |server| lost.contains(&placement.servers[server]);
+            let lost: Vec<_> = placement.members().filter(|server| is_lost(server.0 as usize)).collect();
+            return placement.last_of(&lost);
+        }
+        machine.last_of(lost)
+    }
+
+    /// A new replica has the state of a shard.
+    pub(super) fn arrived(&self, shard: ShardId, version: Version) -> Result<(), Fault> {
+        self.with(|instance| {
+            let owned = instance.machine.owned_index(shard)?;
+            let works = instance.machine.arrived(owned, version);
+            instance.works.extend(works);
+            Ok(())
+        })?;
+        self.moved();
+        Ok(())
+    }
+
+    /// Lets updates go on at once, where new replicas are not waited for.
+    pub(super) fn lend(&self, instance: &mut Instance) {
+        if self.oracle.has(Plant::LentUnawaited) {
+            let servers = instance.machine.placement().servers.clone();
+            let works = instance.machine.lend_no_more(&servers);
+            instance.works.extend(works);
+        }
+    }
+
+    /// Returns true if no state is on its way to this server, and each of its shards has `version`, if one is named. The
+    /// placement is that of `epoch`.
+    pub(crate) fn has_all(&self, version: Option<Version>, epoch: Epoch) -> bool {
+        let instance = self.instance();
+        let Some(Instance { machine, owned, state, .. }) = instance.as_ref() else { return false };
+        let placement = machine.placement();
+        let number = super::lock(&self.disk).server;
+        let has = |(shard, state): (&ShardId, &BTreeMap<Version, u64>)| {
+            !placement.holds(number, *shard) || version.is_none_or(|version| state.contains_key(&version))
+        };
+        placement.epoch == epoch && machine.awaited().is_empty() && owned.iter().zip(state).all(has)
+    }
+}
