@@ -134,8 +134,8 @@ struct Added {
     peer: Peer,
 }
 
-/// How many shards a decision moves to each server. It doubles until updates have waited for a considerable part of a step,
-/// and halves then. Later it grows by one shard at a time.
+/// How many shards a decision moves to each server. The number doubles until updates have waited for a considerable part
+/// of a step, and halves then. Later one shard is added at a time.
 struct Pace {
     shards: usize,
     has_waited: bool,
