@@ -284,10 +284,11 @@ impl Server {
             match work {
                 Work::Sum(sum) => self.sum(instance, sum),
                 // The loss of a server may have taken the shard from this one meanwhile.
-                Work::Update { owned, step } => match instance.machine.updatable(owned, |_| 1, step)[..] {
-                    [owned] => self.update(instance, owned, step),
-                    _ => {}
-                },
+                Work::Update { owned, step } => {
+                    if let [owned] = instance.machine.updatable(owned, |_| 1, step)[..] {
+                        self.update(instance, owned, step);
+                    }
+                }
             }
             self.free_handed(instance);
             self.moved();

@@ -189,7 +189,7 @@ impl Args {
             let known_lost = seen.scaling().flat_map(|scaling| &scaling.lost);
             let lost: BTreeSet<&String> = self.lost.iter().chain(known_lost).collect();
             // A server that was given up before is a member until the next decision. Only its name takes that back.
-            let is_named = |server| self.to.contains(server) || self.add.contains(server);
+            let is_named = |server: &String| self.to.contains(server) || self.add.contains(server);
             wanted.retain(|server| !lost.contains(server) || is_named(server));
             let living: Vec<String> =
                 members.iter().filter(|member| !lost.contains(member)).cloned().collect();
