@@ -62,8 +62,6 @@ pub(crate) enum Plant {
     ReplicaUnawaited,
     /// An owner does not wait until its new replica has the state.
     LentUnawaited,
-    /// An owner waits for a new replica that is lost.
-    LentForever,
     /// A replica counts as a holder before it has the state.
     UnfetchedCounts,
     /// A server misses that a decision gives up another one.
@@ -75,16 +73,12 @@ impl Plant {
     pub(crate) fn is_of_replicas(self) -> bool {
         matches!(
             self,
-            Plant::ReplicaUnawaited
-                | Plant::LentUnawaited
-                | Plant::LentForever
-                | Plant::UnfetchedCounts
-                | Plant::LossForgotten
+            Plant::ReplicaUnawaited | Plant::LentUnawaited | Plant::UnfetchedCounts | Plant::LossForgotten
         )
     }
 }
 
-pub(crate) const PLANTS: [Plant; 25] = [
+pub(crate) const PLANTS: [Plant; 24] = [
     Plant::AcknowledgedUnstored,
     Plant::OriginIgnored,
     Plant::DurableAtOnce,
@@ -107,7 +101,6 @@ pub(crate) const PLANTS: [Plant; 25] = [
     Plant::WorldSizeIgnored,
     Plant::ReplicaUnawaited,
     Plant::LentUnawaited,
-    Plant::LentForever,
     Plant::UnfetchedCounts,
     Plant::LossForgotten,
 ];

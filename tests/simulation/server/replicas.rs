@@ -14,10 +14,8 @@ impl Server {
         let kept = self.with(|instance| {
             let placement = instance.machine.placement().clone();
             instance.wanted.take(wanted.clone(), &placement);
-            if !self.oracle.has(Plant::LentForever) {
-                let works = instance.machine.lend_no_more(&instance.wanted.lost.clone());
-                instance.works.extend(works);
-            }
+            let works = instance.machine.lend_no_more(&instance.wanted.lost);
+            instance.works.extend(works);
             Ok(())
         });
         self.moved();
