@@ -15,7 +15,7 @@ use super::{
     options::PipelineOptions,
     outcome::Decided,
     shared::PipelineInner,
-    stats::{self, Collected},
+    stats::{self, Collected, Statistics},
 };
 use crate::{
     cluster::{ByServer, Cluster, Ended, Impatience, Task},
@@ -96,14 +96,15 @@ impl Driver {
         tokio::join!(collect, decide);
     }
 
-    async fn step(&mut self, work: StepToDecide, stats: Task<Result<Collected>>) -> Result<()> {
+    async fn step(&mut self, work: StepToDecide, stats: Task<Result<Statistics>>) -> Result<()> {
         let step = work.step;
         let Ok(finished) = work.finished.await else {
             return Ok(()); // the pipeline went away in the middle of a step
         };
         self.follow(step).await?;
+        let statistics = self.patiently("the contributions of all ranks", step, stats).await?;
         let Collected { blocks, left_out, origins, differing, broken } =
-            self.patiently("the contributions of all ranks", step, stats).await?;
+            stats::combine(&self.cluster, step, statistics);
         let contributions = self.cluster.spec().contributions(self.cluster.options.world_size);
         let gradient_scale = work.loss_scale * contributions as f64;
         let shares = self.cluster.spec().block_shares(&self.cluster.layout);

@@ -37,11 +37,18 @@ pub(super) struct Collected {
     pub(super) broken: BTreeSet<(ShardId, ServerId)>,
 }
 
+/// Statistics of all servers.
+pub(super) type Statistics = Vec<(ServerId, ServerStatistics)>;
+
 /// Collects the gradient statistics of `step` from all servers.
-pub(super) async fn collect(cluster: Arc<Cluster>, step: Step, finished: Finished) -> Result<Collected> {
+pub(super) async fn collect(cluster: Arc<Cluster>, step: Step, finished: Finished) -> Result<Statistics> {
     let collect = |server| of_server(&cluster, server, step, finished.clone());
-    let mut statistics = cluster.on_all(collect).await?.into_iter().collect::<Vec<_>>();
-    // A decision on an earlier step may have taken shards from their holders meanwhile.
+    Ok(cluster.on_all(collect).await?.into_iter().collect())
+}
+
+/// Makes the basis of the decision on `step`, once the step before is decided.
+pub(super) fn combine(cluster: &Cluster, step: Step, mut statistics: Statistics) -> Collected {
+    // Earlier decisions may have taken shards from their holders meanwhile.
     for (server, of) in &mut statistics {
         of.shards.retain(|of| cluster.holders_at(of.shard, step).any(|holder| holder == *server));
     }
@@ -76,10 +83,10 @@ pub(super) async fn collect(cluster: Arc<Cluster>, step: Step, finished: Finishe
         blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
     }
     left_out.sort_unstable();
-    Ok(Collected { blocks, left_out, origins, differing, broken })
+    Collected { blocks, left_out, origins, differing, broken }
 }
 
-struct ShardStatistics {
+pub(super) struct ShardStatistics {
     shard: ShardId,
     blocks: Vec<BlockStats>,
     left_out: Vec<u32>,
@@ -97,7 +104,7 @@ impl ShardStatistics {
 }
 
 #[derive(Default)]
-struct ServerStatistics {
+pub(super) struct ServerStatistics {
     shards: Vec<ShardStatistics>,
     broken: Vec<ShardId>,
 }
