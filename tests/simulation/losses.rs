@@ -7,7 +7,7 @@ use std::{
 };
 
 use longshore_engine::step::Wanted;
-use longshore_proto::Version;
+use longshore_proto::{Epoch, Version};
 
 use crate::{
     Cluster, LONGEST,
@@ -68,15 +68,18 @@ impl Cluster {
         }
     }
 
+    pub(crate) fn epoch(&self) -> Option<Epoch> {
+        self.living().filter_map(|(_, server)| Some(server.placement()?.1.epoch)).max()
+    }
+
     /// Lets the job train for some more steps, once it has no fault left. No rank has begun the last one.
     pub(crate) async fn end_soon(self: &Arc<Self>) {
-        let epoch = || self.living().filter_map(|(_, server)| Some(server.placement()?.1.epoch)).max();
         self.repeat();
         let mut before = None;
         // Processes that were started late may have sent other gradients to owners than to replicas.
-        while before != epoch() {
+        while before != self.epoch() {
             self.until_whole().await;
-            before = epoch();
+            before = self.epoch();
             let version = self.version();
             while self.version().0 < version.0 + 4 {
                 self.sim.sleep(Duration::from_millis(20)).await;
@@ -84,6 +87,7 @@ impl Cluster {
             }
             self.until_whole().await;
         }
+        *lock(&self.whole_at) = before;
         self.steps.store(self.version().0 + 4 + self.sim.below(6), Relaxed);
     }
 

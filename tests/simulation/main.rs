@@ -95,6 +95,8 @@ struct Cluster {
     lost: Mutex<BTreeSet<usize>>,
     /// The last state of a shard is lost, together with a rank.
     is_beyond: AtomicBool,
+    /// The placement's epoch when the end of a job with replicas was set: each shard had two holders.
+    whole_at: Mutex<Option<Epoch>>,
     /// Until then ranks may end because of a lost server.
     may_end: Mutex<Duration>,
     /// By rank: all its processes, the newest last.
@@ -139,6 +141,7 @@ impl Cluster {
             is_resizing: AtomicBool::new(false),
             lost: Mutex::default(),
             is_beyond: AtomicBool::new(false),
+            whole_at: Mutex::default(),
             may_end: Mutex::default(),
             ranks,
         };
@@ -515,7 +518,9 @@ impl Cluster {
                 return Err(format!("{address} has only {newest}, and all ranks have ended"));
             }
         }
-        if self.has_replicas() && !self.is_whole(Some(Version(self.steps()))) {
+        // A rank that was started after that may have had a replica dropped.
+        let is_same = *lock(&self.whole_at) == self.epoch();
+        if self.has_replicas() && is_same && !self.is_whole(Some(Version(self.steps()))) {
             return Err("a shard has not two holders in the end".into());
         }
         Ok(())
