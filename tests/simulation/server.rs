@@ -791,12 +791,16 @@ impl Server {
         for (owned, shard) in self.with(asked)?.into_iter().rev() {
             let check = |instance: &mut Instance| {
                 instance.machine.check_stats(step)?;
+                // A decision has taken the shard from this server meanwhile.
+                if !instance.machine.owns(owned, step) {
+                    return Ok(Some(None));
+                }
                 let is_early = self.oracle.has(Plant::StatsTooEarly)
                     || self.oracle.has(Plant::ReplicaUnawaited) && !instance.machine.is_owner(owned, step);
                 let is_there = is_early || instance.machine.is_complete(owned, step);
-                Ok(is_there.then(|| instance.machine.origin(owned, step)))
+                Ok(is_there.then(|| Some(instance.machine.origin(owned, step))))
             };
-            let origin = self.until(patience, check).await?;
+            let Some(origin) = self.until(patience, check).await? else { continue };
             let first_nonfinite = self.oracle.overflows(step, shard).then_some(0);
             let block = v1::BlockStats { sum_squares: 1.0, first_nonfinite };
             let blocks = self.layout().shard_blocks(shard).map(|_| block).collect();

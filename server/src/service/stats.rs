@@ -31,6 +31,8 @@ pub(super) fn stream(
                 // The wait for a step that does not come would keep the connection of a rank that is gone.
                 () = sender.closed() => return,
             };
+            // A decision has taken the shard from this server meanwhile.
+            let Some(stats) = stats.transpose() else { continue };
             let stats = stats.map_err(|fault| refuse("Stats", handle.job.spec().name.as_str(), fault));
             let failed = stats.is_err();
             if sender.send(stats).await.is_err() || failed {
@@ -47,10 +49,14 @@ async fn shard_stats(
     step: Step,
     deadline: Instant,
     room: &Room,
-) -> Result<Kept<v1::ShardStats>, Fault> {
+) -> Result<Option<Kept<v1::ShardStats>>, Fault> {
     let check = || handle.job.statistics(shard, step);
     let late = || handle.late("stats", format!("{step}, {shard}"));
-    handle.until(deadline, || Ok(check()?.map(drop)), late).await?;
+    let is_held = || handle.job.holds_at(shard, step);
+    handle.until(deadline, || Ok(if is_held() { check()?.map(drop) } else { Some(()) }), late).await?;
+    if !is_held() {
+        return Ok(None);
+    }
     let stats = || {
         let statistics = check()?.ok_or_else(late)?;
         let blocks = statistics.into_iter().map(|statistics| v1::BlockStats {
@@ -62,5 +68,5 @@ async fn shard_stats(
         let broken = handle.job.broken().into_iter().map(|shard| shard.0).collect();
         Ok(v1::ShardStats { shard: shard.0, blocks: blocks.collect(), origin, left_out, broken })
     };
-    room.make(deadline, stats).await
+    room.make(deadline, stats).await.map(Some)
 }

@@ -68,6 +68,12 @@ impl Job {
         owned.map(|owned| self.share.shard(owned)).collect()
     }
 
+    /// Returns true if this server owns or replicates a shard at a step, by the newest decision.
+    pub fn holds_at(&self, shard: ShardId, step: Step) -> bool {
+        let machine = self.protocol.machine();
+        machine.owned_index(shard).is_ok_and(|owned| machine.owns(owned, step))
+    }
+
     /// A new replica has the state of a shard. Returns the updates that waited for that.
     pub fn arrived(&self, shard: ShardId, version: Version) -> Result<Vec<Work>, Fault> {
         let mut machine = self.protocol.machine();
