@@ -119,6 +119,12 @@ impl Cluster {
         self.members.give_up(addresses);
     }
 
+    /// Asks every server which ones an operator has given up: one that was given up itself may not know.
+    pub(crate) async fn hear_of_losses(&self) {
+        let peers: Vec<Peer> = self.servers().map(|server| self.peer(server).clone()).collect();
+        self.give_up(&lost_servers(self.job().as_str(), &peers).await);
+    }
+
     /// The servers that are given up, and that no decision says to be lost yet.
     pub(crate) fn given_up(&self) -> Vec<ServerId> {
         self.members

@@ -98,6 +98,12 @@ impl Watcher {
             self.cluster.waits.fail(error);
             return Ok(());
         }
+        if self.cluster.spec().replicas > 1 {
+            self.cluster.hear_of_losses().await;
+            if self.cluster.has_left(server) {
+                return Err(tonic::Status::unavailable("the server is given up"));
+            }
+        }
         if self.seen < after {
             return Err(tonic::Status::unavailable("the server is behind what was watched"));
         }
