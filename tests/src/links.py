@@ -29,7 +29,7 @@ CLONE_NEWNET, TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x40000000, 0x400454CA, 0x0001, 0x
 
 
 class Link:
-    """One way between two hosts."""
+    """Packets from one host to another."""
 
     def __init__(self):
         self.is_cut = False

@@ -43,7 +43,7 @@ fn on(links: &Links, host: usize, servers: &[&Longshored], train: &Train) -> Tra
     train.clone().under(&links.on(host)).servers(&servers).allow("waiting for a server")
 }
 
-/// One way is cut in the middle of training, until the worker says whom it waits for.
+/// The link is cut in one direction in the middle of training, until the worker names the server that it waits for.
 fn outlives_a_cut(train: &Train, mut links: Links, [from, to]: [usize; 2]) {
     let server = links.serve(0, ServerOptions::new());
     let mut running = on(&links, 1, &[&server], train).start();
@@ -70,7 +70,7 @@ fn training_outlives_a_link_that_is_cut_one_way() {
     });
 }
 
-/// One way is cut for good: the worker ends in time, and its error names the server.
+/// The link is cut in one direction for good: the worker ends in time, and its error names the server.
 fn ends_in_time(train: &Train, mut links: Links, [from, to]: [usize; 2]) {
     let server = links.serve(0, ServerOptions::new());
     let mut running = on(&links, 1, &[&server], train).start();

@@ -349,7 +349,8 @@ impl Jobs {
         handle.job.spec().same_as(&wanted.spec)?;
         let placement = handle.job.placement();
         let wants = wanted.placement.held(wanted.server);
-        if is_new && handle.job.is_spare() && handle.job.server() != wanted.server {
+        let is_other = handle.job.server() != wanted.server || handle.job.opened() != wants;
+        if is_new && handle.job.is_spare() && is_other {
             self.delete_open(&handle)?;
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         }

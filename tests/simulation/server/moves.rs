@@ -61,6 +61,7 @@ impl Server {
 
     pub(super) fn open(self: &Arc<Self>, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
         let (placement, server) = (Placement::from_wire(request.placement)?, ServerId(request.server));
+        let wants = placement.owned(server);
         let is_open = match &*self.instance() {
             None if !lock(&self.disk).saved.is_empty() => return Err(self.absent()),
             None if placement.epoch == Epoch(1) => {
@@ -75,7 +76,11 @@ impl Server {
             None => false,
             Some(of) => {
                 let is_spare = of.machine.placement().epoch > Epoch(1) && of.machine.is_without_shards();
-                !(request.is_new && is_spare && lock(&self.disk).server != server)
+                let is_other = {
+                    let disk = lock(&self.disk);
+                    disk.server != server || disk.opened.owned(server) != wants
+                };
+                !(request.is_new && is_spare && is_other)
             }
         };
         if !is_open {

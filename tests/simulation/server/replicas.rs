@@ -22,7 +22,7 @@ impl Server {
         kept.is_ok()
     }
 
-    /// What operators have told this server.
+    /// The word of operators on this server, as it is kept.
     pub(crate) fn wanted(&self) -> Wanted {
         self.instance().as_ref().map(|instance| instance.wanted.clone()).unwrap_or_default()
     }

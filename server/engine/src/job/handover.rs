@@ -91,8 +91,8 @@ impl Job {
         self.protocol.machine().lend_no_more(lost)
     }
 
-    /// Returns true if this server was prepared for a running job and has never owned a shard: it may be opened with
-    /// another number.
+    /// Returns true if this server was prepared for a running job and has never owned a shard: it may be opened for
+    /// others.
     pub fn is_spare(&self) -> bool {
         self.share.placement.epoch > Epoch(1) && self.protocol.machine().is_without_shards()
     }
