@@ -181,7 +181,7 @@ impl Placement {
         self.clock_ahead_ms = self.clock_ahead_ms.saturating_add(change.clock_ahead_ms);
         self.servers.extend(change.added.iter().cloned());
         self.handovers.retain(|handover| handover.from_step.0 + STEPS_KNOWN > step.0);
-        change.lost.iter().for_each(|&server| self.lose(server));
+        self.lose(&change.lost);
         for &(shard, to) in &change.moves {
             let before = std::mem::replace(&mut self.owners[shard.index()], to);
             self.handovers.push(Handover { shard, from_step, before, is_replica: false });
@@ -199,6 +199,11 @@ impl Placement {
                 let is_later = |of: &mut Handover| of.shard == shard && of.is_replica && of.from_step > step;
                 before = self.handovers.extract_if(.., is_later).next().map_or(before, |of| of.before);
             }
+            // A replica that owns the shard from a later step on stays, and the owner before is dropped.
+            if to == NO_SERVER && before == self.owner(shard) {
+                let later = self.handovers.iter_mut().filter(|of| of.shard == shard && of.from_step > step);
+                later.for_each(|of| of.from_step = step);
+            }
             self.handovers.push(Handover { shard, from_step, before, is_replica: true });
         }
         for server in &change.removed {
@@ -206,25 +211,26 @@ impl Placement {
         }
     }
 
-    /// Takes a server for lost: the other holder of each of its shards is the owner. A server that was to get a shard's
-    /// state from the lost one holds the shard no more, if another does.
-    fn lose(&mut self, server: ServerId) {
+    /// Takes servers for lost: the other holder of each of their shards is the owner. A server that was to get a shard's
+    /// state from a lost one holds the shard no more, if another does.
+    fn lose(&mut self, lost: &[ServerId]) {
         for (shard, owner) in (0..).map(ShardId).zip(&mut self.owners) {
             let Some(replica) = self.replicas.get_mut(shard.index()) else { continue };
-            let moving = self.handovers.iter().rfind(|of| of.shard == shard && of.before == server);
-            let moving = moving.map(|of| of.is_replica);
-            if *replica == server || moving == Some(true) {
+            let mut came = self.handovers.iter().filter(|of| of.shard == shard && lost.contains(&of.before));
+            let moving = came.next_back().map(|of| of.is_replica);
+            let is_owner_lost = lost.contains(owner);
+            if lost.contains(replica) || moving == Some(true) && !is_owner_lost {
                 *replica = NO_SERVER;
                 self.handovers.retain(|of| of.shard != shard || !of.is_replica);
-            } else if *replica != NO_SERVER && (*owner == server || moving == Some(false)) {
+            } else if *replica != NO_SERVER && (is_owner_lost || moving == Some(false)) {
                 *owner = std::mem::replace(replica, NO_SERVER);
                 // The new owner may have yet to get its state from the replica before it.
                 self.handovers.retain(|of| of.shard != shard || of.is_replica && of.before != NO_SERVER);
                 self.handovers.iter_mut().filter(|of| of.shard == shard).for_each(|of| of.is_replica = false);
             }
         }
-        self.handovers.retain(|of| of.before != server);
-        self.servers[server.0 as usize].clear();
+        self.handovers.retain(|of| !lost.contains(&of.before));
+        lost.iter().for_each(|server| self.servers[server.0 as usize].clear());
     }
 
     /// Returns the first shard of which nothing is left once these servers are lost.
@@ -283,7 +289,8 @@ impl Placement {
             }
         }
         for (shard, to) in &change.replicas {
-            let is_other = self.replicas.get(shard.index()).is_some_and(|replica| replica != to);
+            let is_other = self.replicas.get(shard.index()).is_some_and(|replica| replica != to)
+                || *to == NO_SERVER && self.before(*shard, step, true).is_some();
             // A replica with another gradient is dropped at any time.
             let is_free = is_other
                 && (*to == NO_SERVER || !moving(shard))
@@ -457,5 +464,43 @@ mod tests {
         placement.apply(&leave, Step(17), 1);
         assert_eq!(placement.members().collect::<Vec<_>>(), [ServerId(0), ServerId(1)]);
         assert_eq!(placement.clock_ahead_ms, -5);
+    }
+
+    /// Servers a, b and c, and one shard of a with a replica on b.
+    fn replicated() -> Placement {
+        let servers = vec!["a".into(), "b".into(), "c".into()];
+        Placement { replicas: vec![ServerId(1)], ..Placement::striped(servers, 1) }
+    }
+
+    fn take(placement: &mut Placement, step: u64, change: PlacementChange) {
+        let change = PlacementChange { epoch: Epoch(placement.epoch.0 + 1), ..change };
+        assert_eq!(placement.check(&change, Step(step)), Ok(()));
+        placement.apply(&change, Step(step), 1);
+    }
+
+    #[test]
+    fn the_next_owner_of_a_shard_stays_where_both_holders_before_are_lost() {
+        let moves = vec![(ShardId(0), ServerId(2))];
+        for lost in [vec![ServerId(0)], vec![ServerId(0), ServerId(1)], vec![ServerId(1), ServerId(0)]] {
+            let mut placement = replicated();
+            take(&mut placement, 4, PlacementChange { moves: moves.clone(), ..PlacementChange::default() });
+            let owner = if lost.len() == 1 { ServerId(1) } else { ServerId(2) };
+            take(&mut placement, 5, PlacementChange { lost, ..PlacementChange::default() });
+            assert_eq!((placement.owner(ShardId(0)), placement.replica(ShardId(0))), (owner, None));
+        }
+    }
+
+    #[test]
+    fn a_replica_with_another_gradient_stays_where_it_is_the_next_owner() {
+        let mut placement = replicated();
+        let moves = vec![(ShardId(0), ServerId(1))];
+        take(&mut placement, 4, PlacementChange { moves, ..PlacementChange::default() });
+        let holders = |placement: &Placement, step| {
+            placement.holders_at(ShardId(0), Step(step)).map(|server| server.0).collect::<Vec<_>>()
+        };
+        assert_eq!((holders(&placement, 5), holders(&placement, 6)), (vec![0, 1], vec![1]));
+        let replicas = vec![(ShardId(0), NO_SERVER)];
+        take(&mut placement, 5, PlacementChange { replicas, ..PlacementChange::default() });
+        assert_eq!((holders(&placement, 4), holders(&placement, 5)), (vec![0, 1], vec![1]));
     }
 }

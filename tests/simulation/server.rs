@@ -284,11 +284,10 @@ impl Server {
             match work {
                 Work::Sum(sum) => self.sum(instance, sum),
                 // The loss of a server may have taken the shard from this one meanwhile.
-                Work::Update { owned, step } => {
-                    if let [owned] = instance.machine.updatable(owned, |_| 1, step)[..] {
-                        self.update(instance, owned, step);
-                    }
-                }
+                Work::Update { owned, step } => match instance.machine.updatable(owned, |_| 1, step)[..] {
+                    [owned] => self.update(instance, owned, step),
+                    _ => instance.works.extend(instance.machine.instead_of(owned, step)),
+                },
             }
             self.free_handed(instance);
             self.moved();

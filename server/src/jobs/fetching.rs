@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeMap,
+    future::pending,
     path::Path,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -141,6 +142,14 @@ impl JobHandle {
         }
     }
 
+    /// Waits until a decision has taken an awaited shard away, or an operator has named its source as lost.
+    async fn until_given_up(&self, awaited: &Awaited) {
+        let mut changed = self.changed.clone();
+        if changed.wait_for(|_| !self.job.awaits(awaited)).await.is_err() {
+            pending::<()>().await;
+        }
+    }
+
     async fn channel(&self, address: &str, tls_dir: Option<&Path>) -> Result<Channel, Fault> {
         let credentials =
             tls_dir.filter(|_| !address.starts_with("unix:")).map(Credentials::read).transpose()?;
@@ -157,8 +166,37 @@ impl JobHandle {
         };
         let mut client =
             TensorsClient::new(channel).max_decoding_message_size(CHUNK_BYTES + CHUNK_HEADROOM_BYTES);
+        let (whole, held_since) = tokio::select! {
+            received = self.receive(awaited, &mut client, request.clone()) => received?,
+            () = self.until_given_up(awaited) => return Err(silent(awaited)),
+        };
+        let (job, of) = (Arc::clone(&self.job), awaited.clone());
+        let works = blocking(move || job.fetched(&of)).await?;
+        {
+            let mut fetched = self.fetching.lock();
+            (fetched.shards, fetched.bytes) = (fetched.shards + 1, fetched.bytes + whole as u64);
+            fetched.failure = None;
+            if !works.is_empty() {
+                fetched.held += held_since.map_or(Duration::ZERO, |since| since.elapsed());
+            }
+        }
+        tracing::debug!(job = %self.job.spec().name, shard = awaited.shard.0, version = awaited.version.0, "fetched");
+        self.perform(works);
+        if awaited.is_replica {
+            self.say_arrived(&mut client, request, awaited).await;
+        }
+        Ok(())
+    }
+
+    /// Writes an awaited shard where its updates will be. Returns its bytes, and when an update began to wait for it.
+    async fn receive(
+        &self,
+        awaited: &Awaited,
+        client: &mut TensorsClient<Channel>,
+        request: FetchRequest,
+    ) -> Result<(usize, Option<Instant>), Fault> {
         let fault = |status| fault_from_status(&status, &awaited.address);
-        let mut parts = client.fetch(request.clone()).await.map_err(fault)?.into_inner();
+        let mut parts = client.fetch(request).await.map_err(fault)?.into_inner();
         let mut missing: usize = self.job.handed_bytes(awaited.shard)?.iter().sum();
         let (whole, mut held_since) = (missing, None);
         let mut patience = Duration::from_millis(DEFAULT_DEADLINE_MS);
@@ -181,23 +219,7 @@ impl JobHandle {
             }
         }
         self.until_image(awaited).await?;
-        let (job, of) = (Arc::clone(&self.job), awaited.clone());
-        let works = blocking(move || job.fetched(&of)).await?;
-        drop(parts);
-        {
-            let mut fetched = self.fetching.lock();
-            (fetched.shards, fetched.bytes) = (fetched.shards + 1, fetched.bytes + whole as u64);
-            fetched.failure = None;
-            if !works.is_empty() {
-                fetched.held += held_since.map_or(Duration::ZERO, |since| since.elapsed());
-            }
-        }
-        tracing::debug!(job = %self.job.spec().name, shard = awaited.shard.0, version = awaited.version.0, "fetched");
-        works.into_iter().for_each(|work| self.perform(Some(work)));
-        if awaited.is_replica {
-            self.say_arrived(&mut client, request, awaited).await;
-        }
-        Ok(())
+        Ok((whole, held_since))
     }
 
     /// Tells the owner, whose updates wait for it, that a new replica has a shard's state. Repeats that until the owner
@@ -216,8 +238,9 @@ impl JobHandle {
                 Ok(Err(status)) => fault_from_status(&status, &awaited.address),
                 Err(_) => silent(awaited),
             };
-            let has_left = !self.job.placement().members().any(|server| server == awaited.source);
-            if has_left || !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
+            let is_member = self.job.placement().members().any(|server| server == awaited.source);
+            let is_lost = self.wanted().lost.contains(&awaited.address);
+            if !is_member || is_lost || !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
                 return;
             }
             self.note_failure(awaited, fault);

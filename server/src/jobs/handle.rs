@@ -70,7 +70,7 @@ impl JobHandle {
         known.take(wanted, &self.job.placement());
         let lost = known.lost.clone();
         drop(known);
-        self.job.lend_no_more(&lost).into_iter().for_each(|work| self.perform(Some(work)));
+        self.perform(self.job.lose(lost));
         self.job.protocol.notify();
     }
 
@@ -126,7 +126,7 @@ impl JobHandle {
             fetching: Fetching::default(),
             wanted: Mutex::default(),
         };
-        unfinished.into_iter().for_each(|work| handle.perform(Some(work)));
+        handle.perform(unfinished);
         Ok(handle)
     }
 
@@ -142,8 +142,8 @@ impl JobHandle {
     }
 
     /// Performs work on the compute thread, or here where the job is small.
-    pub(crate) fn perform(&self, work: Option<Work>) {
-        work.into_iter().for_each(|work| self.computing.perform(work));
+    pub(crate) fn perform(&self, works: impl IntoIterator<Item = Work>) {
+        works.into_iter().for_each(|work| self.computing.perform(work));
     }
 
     pub(crate) async fn hashes(&self, deadline: Instant) -> Result<Hashes, Fault> {

@@ -468,7 +468,7 @@ fn check_server(server: ServerId, wanted: ServerId) -> Result<(), Fault> {
 #[cfg(test)]
 mod tests {
     use longshore_engine::kernels::Isa;
-    use longshore_proto::{JobSpec, Param, Placement, ServerId, limits::BLOCK_ELEMENTS};
+    use longshore_proto::{Epoch, JobSpec, Param, Placement, ServerId, ShardId, limits::BLOCK_ELEMENTS};
 
     use super::*;
 
@@ -496,6 +496,24 @@ mod tests {
         let compute = Arc::new(Compute::new(1, Isa::detect()).unwrap());
         let owners = Some(Arc::new(OneJob) as Arc<dyn Owners>);
         Arc::new(Jobs::new(Budget::new(1 << 28), Storage::default(), compute, owners).0)
+    }
+
+    #[tokio::test]
+    async fn a_server_that_was_prepared_for_other_shards_begins_anew() {
+        let jobs = jobs();
+        let prepared = |owners: [u32; 2]| {
+            let mut wanted = wanted("run", None);
+            wanted.spec.params[0].shape = vec![2 * BLOCK_ELEMENTS];
+            let servers = ["a", "b", "here"].map(str::to_string).to_vec();
+            let owners = owners.map(ServerId).to_vec();
+            wanted.placement = Placement { epoch: Epoch(2), owners, ..Placement::striped(servers, 2) };
+            StoredJob { server: ServerId(2), ..wanted }
+        };
+        for (owners, is_anew) in [([0, 2], true), ([2, 0], true), ([2, 0], false)] {
+            let (opened, handle) = Arc::clone(&jobs).open(prepared(owners), true).await.unwrap();
+            let shard = owners.iter().position(|&owner| owner == 2).unwrap() as u32;
+            assert_eq!((opened, handle.job.opened()), (is_anew, vec![ShardId(shard)]));
+        }
     }
 
     #[tokio::test]

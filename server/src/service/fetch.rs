@@ -19,7 +19,7 @@ pub(super) fn stream(
     let deadline = Instant::now() + wire::deadline(request.deadline_ms)?;
     let (shard, version) = (ShardId(request.shard), Version(request.version));
     if request.arrived {
-        handle.job.arrived(shard, version)?.into_iter().for_each(|work| handle.perform(Some(work)));
+        handle.perform(handle.job.arrived(shard, version)?);
         return Ok(answers().1);
     }
     let (sender, answers) = answers();

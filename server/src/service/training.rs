@@ -266,12 +266,12 @@ impl Services {
             handle.fetching.note_report(&report.scaling, report.scaled_micros);
         }
         let decided = Decided::now(&commit, request.report);
-        let (duplicate, work) = handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
+        let (duplicate, works) = handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
         if !duplicate {
             // Recorded before any of its updates can be done.
             handle.stages.decided(step, std::time::Instant::now());
         }
-        handle.perform(work);
+        handle.perform(works);
         handle.decided(step.version());
         if handle.job.may_free() {
             let job = Arc::clone(&handle.job);

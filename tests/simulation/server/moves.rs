@@ -237,8 +237,11 @@ impl Server {
         let mut instance = self.instance();
         let Some(instance) = self.living(&mut instance, life) else { return false };
         let Ok(owned) = instance.machine.owned_index(awaited.shard) else { return false };
+        if !instance.machine.awaits(owned, awaited.version) {
+            return true;
+        }
         instance.state[owned.index()] = BTreeMap::from([(awaited.version, state)]);
-        let works = instance.machine.fetched(owned);
+        let works = instance.machine.fetched(owned, awaited.version);
         instance.works.extend(works);
         let Awaited { shard, version, source, .. } = awaited;
         self.note(|| format!("has {version} of {shard} from {source} ({state:x})"));

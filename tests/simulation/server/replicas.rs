@@ -14,7 +14,7 @@ impl Server {
         let kept = self.with(|instance| {
             let placement = instance.machine.placement().clone();
             instance.wanted.take(wanted.clone(), &placement);
-            let works = instance.machine.lend_no_more(&instance.wanted.lost);
+            let works = instance.machine.lose(instance.wanted.lost.clone());
             instance.works.extend(works);
             Ok(())
         });
@@ -59,8 +59,11 @@ impl Server {
     pub(super) fn lend(&self, instance: &mut Instance) {
         if self.oracle.has(Plant::LentUnawaited) {
             let servers = instance.machine.placement().servers.clone();
-            let works = instance.machine.lend_no_more(&servers);
-            instance.works.extend(works);
+            let lost = instance.wanted.lost.clone();
+            for lost in [servers, lost] {
+                let works = instance.machine.lose(lost);
+                instance.works.extend(works);
+            }
         }
     }
 

@@ -48,7 +48,7 @@ impl Job {
 
     /// Decides a step, whatever contributions the decision was made from. The returned flag is true if the
     /// same decision was made before.
-    pub fn commit(&self, incarnation: Incarnation, commit: Commit) -> Result<(bool, Option<Work>), Fault> {
+    pub fn commit(&self, incarnation: Incarnation, commit: Commit) -> Result<(bool, Vec<Work>), Fault> {
         self.commit_from(incarnation, commit, Origin::UNKNOWN)
     }
 
@@ -58,7 +58,7 @@ impl Job {
         incarnation: Incarnation,
         commit: Commit,
         origin: Origin,
-    ) -> Result<(bool, Option<Work>), Fault> {
+    ) -> Result<(bool, Vec<Work>), Fault> {
         self.protocol.check_alive()?;
         commit.validate(&self.share.spec)?;
         let mut machine = self.protocol.machine();
@@ -83,20 +83,20 @@ impl Job {
         {
             return Err(Refusal::CommitOwed { step, missing }.into());
         }
-        let work = machine.commit(incarnation, commit, origin)?;
+        let works = machine.commit(incarnation, commit, origin)?;
         let duplicate = machine.version() == before;
         if !duplicate {
             self.snapshots.tell(&machine);
             // The machine stays locked: nobody may learn of the decision before the tier has it.
             self.protocol.decided(&machine, step)?;
-            if work.is_none() && machine.is_made(step) {
+            if works.is_empty() && machine.is_made(step) {
                 self.protocol.finish(&machine, step)?;
             }
         }
         drop(machine);
         self.check_reparable()?;
         self.protocol.notify();
-        Ok((duplicate, work))
+        Ok((duplicate, works))
     }
 
     /// Refuses a decision whose left-out parameters do not follow from those of the decision before. Refuses

@@ -86,9 +86,15 @@ impl Job {
         self.protocol.machine().last_of(lost)
     }
 
-    /// Ends the waits for replicas on servers that are lost. Returns the updates that waited.
-    pub fn lend_no_more(&self, lost: &[String]) -> Vec<Work> {
-        self.protocol.machine().lend_no_more(lost)
+    /// Ends the waits for servers that are lost. Returns the updates that waited for replicas there.
+    pub fn lose(&self, lost: Vec<String>) -> Vec<Work> {
+        self.protocol.machine().lose(lost)
+    }
+
+    /// Returns true while the state of a shard is on its way.
+    pub fn awaits(&self, awaited: &Awaited) -> bool {
+        let machine = self.protocol.machine();
+        machine.owned_index(awaited.shard).is_ok_and(|owned| machine.awaits(owned, awaited.version))
     }
 
     /// Returns true if this server was prepared for a running job and has never owned a shard: it may be opened for
@@ -279,6 +285,9 @@ impl Job {
     pub fn fetched(&self, awaited: &Awaited) -> Result<Vec<Work>, Fault> {
         self.protocol.check_alive()?;
         let (owned, version) = (self.protocol.machine().owned_index(awaited.shard)?, awaited.version);
+        if !self.awaits(awaited) {
+            return Ok(Vec::new());
+        }
         self.tier.state.seal(owned);
         let is_exact = self.share.spec.max_delay == 0;
         // A spilled image that was sent lies on the drives by now.
@@ -289,7 +298,7 @@ impl Job {
             }
             self.images.keep(version, image)?;
         }
-        let works = self.protocol.machine().fetched(owned);
+        let works = self.protocol.machine().fetched(owned, version);
         self.protocol.notify();
         Ok(works)
     }

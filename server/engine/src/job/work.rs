@@ -96,7 +96,14 @@ impl Job {
     fn update(&self, first: OwnedShard, step: Step) -> Result<Vec<Work>, Fault> {
         let together = self.tier.together.is_some();
         let most = |before: usize| if together { (1 + before / AHEAD).min(MOST_AT_ONCE) } else { 1 };
-        let run = self.protocol.machine().updatable(first, most, step);
+        let run = {
+            let mut machine = self.protocol.machine();
+            let run = machine.updatable(first, most, step);
+            if run.is_empty() {
+                return Ok(machine.instead_of(first, step).into_iter().collect());
+            }
+            run
+        };
         let shard = self.share.shard(first).0;
         let _stage =
             debug_span!(target: "stage", "update", shard, shards = run.len(), step = step.0).entered();
@@ -127,7 +134,7 @@ impl Job {
         self.gradients.give_back(&run, step);
         let mut machine = self.protocol.machine();
         let next = machine.updated(&run, step);
-        if next.is_empty() && machine.is_made(step) {
+        if machine.is_made(step) {
             self.protocol.finish(&machine, step)?;
         }
         drop(machine);

@@ -23,14 +23,14 @@ impl Machine {
         Ok(())
     }
 
-    /// Decides the next step. Returns the update that can run by now. A repeated decision changes nothing. The caller
+    /// Decides the next step. Returns the updates that can run by now. A repeated decision changes nothing. The caller
     /// has validated the commit against the spec; `origin` names the contributions that the commit was made from.
     pub fn commit(
         &mut self,
         incarnation: Incarnation,
         commit: Commit,
         origin: Origin,
-    ) -> Result<Option<Work>, Refusal> {
+    ) -> Result<Vec<Work>, Refusal> {
         self.check_not_loading()?;
         self.check_rank_zero(incarnation)?;
         let next = self.version.next_step();
@@ -40,7 +40,7 @@ impl Machine {
             let (earlier, _) = self.decision(step).ok_or(too_old)?;
             return match first_difference(earlier, &commit) {
                 Some(field) => Err(Refusal::OtherCommit { step, field }),
-                None => Ok(None),
+                None => Ok(Vec::new()),
             };
         }
         if step > next {
@@ -67,11 +67,14 @@ impl Machine {
         if let Some(change) = change {
             self.change(&change, step);
         }
+        self.forsake();
         if let Some(reason) = self.reason() {
             self.phase = Phase::Paused { reason };
             self.pauses += 1;
         }
-        Ok(self.next_update(OwnedShard(0), step))
+        let mut works = Vec::from_iter(self.next_update(OwnedShard(0), step));
+        works.extend(self.release_held());
+        Ok(works)
     }
 
     /// Checks that a decision was made from this server's contributions.

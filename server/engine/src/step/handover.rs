@@ -160,7 +160,7 @@ impl Machine {
         for shard in self.shards.iter_mut().filter(changes) {
             if shard.span.end > step.0
                 && change.replicas.contains(&(shard.shard, NO_SERVER))
-                && placement.owner_at(shard.shard, step) != server
+                && placement.holders_at(shard.shard, step).all(|holder| holder != server)
                 && placement.owner(shard.shard) != server
             {
                 shard.span.end = step.0;
@@ -171,6 +171,7 @@ impl Machine {
             match (held, placement.holds(server, shard.shard)) {
                 (false, true) => {
                     (shard.span, shard.awaited, shard.broken) = (from.0..u64::MAX, true, None);
+                    shard.is_forsaken = false;
                     // Gradients that came before the loss of a source had the shard dropped here are of no use.
                     if self.spec.replicas > 1 && !shard.is_in_use() {
                         shard.slots.iter_mut().for_each(StepSlot::start_over);
@@ -191,8 +192,6 @@ impl Machine {
                 shard.lent = Some(Version(from.0 - 1));
             }
         }
-        let shards = &self.shards;
-        self.held.retain(|(owned, step)| shards[owned.index()].span.contains(&step.0));
     }
 
     /// A new replica has the state that this server lends it. Returns the updates that waited for that.
@@ -205,8 +204,8 @@ impl Machine {
         self.release_held().collect()
     }
 
-    /// Ends the waits for replicas on these servers, which are lost. Returns the updates that waited.
-    pub fn lend_no_more(&mut self, lost: &[String]) -> Vec<Work> {
+    /// Ends the waits for these servers, which are lost. Returns the updates that waited for replicas there.
+    pub fn lose(&mut self, lost: Vec<String>) -> Vec<Work> {
         let placement = &self.placement;
         for shard in &mut self.shards {
             let replica = placement.replica(shard.shard).and_then(|of| placement.servers.get(of.0 as usize));
@@ -214,7 +213,23 @@ impl Machine {
                 shard.lent = None;
             }
         }
+        self.lost = lost;
+        self.forsake();
         self.release_held().collect()
+    }
+
+    /// Gives up the gradients of decided steps that wait for state on a lost server. Their slots take those of the next
+    /// step: the decision on it can name the loss.
+    pub(super) fn forsake(&mut self) {
+        for index in 0..self.shards.len() {
+            let shard = &self.shards[index];
+            if shard.awaited && self.lost.contains(&self.came(shard).address) {
+                let (shard, version) = (&mut self.shards[index], self.version.0);
+                shard.is_forsaken = true;
+                let decided = |slot: &&mut StepSlot| slot.step.is_some_and(|step| step.0 <= version);
+                shard.slots.iter_mut().filter(decided).for_each(StepSlot::start_over);
+            }
+        }
     }
 
     /// Takes the placement of a recovered version. A shard whose state was on its way then is fetched again.
@@ -229,7 +244,7 @@ impl Machine {
 
     /// The shards whose state is on its way, those of the earliest version first: later versions need it.
     pub fn awaited(&self) -> Vec<Awaited> {
-        let awaited = self.shards.iter().filter(|shard| shard.awaited);
+        let awaited = self.shards.iter().filter(|shard| shard.awaited && !shard.is_forsaken);
         let mut awaited: Vec<Awaited> = awaited.map(|shard| self.came(shard)).collect();
         awaited.sort_by_key(|of| of.version);
         awaited
@@ -254,20 +269,31 @@ impl Machine {
         Awaited { shard: shard.shard, version, source, address, is_replica }
     }
 
+    /// Returns true if this version of a shard is on its way here. A decision may have taken the shard away since, and another
+    /// one brought it back with a later version.
+    pub fn awaits(&self, owned: OwnedShard, version: Version) -> bool {
+        let shard = &self.shards[owned.index()];
+        shard.awaited && !shard.is_forsaken && shard.span.start == version.0 + 1
+    }
+
     /// The awaited state of a shard is here. Returns the updates that it held back.
-    pub fn fetched(&mut self, owned: OwnedShard) -> Vec<Work> {
-        let shard = &mut self.shards[owned.index()];
-        if !std::mem::take(&mut shard.awaited) {
+    pub fn fetched(&mut self, owned: OwnedShard, version: Version) -> Vec<Work> {
+        if !self.awaits(owned, version) {
             return Vec::new();
         }
-        shard.version = Version(shard.span.start - 1);
+        let shard = &mut self.shards[owned.index()];
+        (shard.awaited, shard.version) = (false, version);
         self.release_held().collect()
     }
 
-    /// Takes the held updates that can run by now.
+    /// Takes the held updates that can run by now, and those of shards that a decision has taken away: updates of later
+    /// shards follow them.
     pub(super) fn release_held(&mut self) -> impl Iterator<Item = Work> {
         let shards = &self.shards;
-        let held = self.held.extract_if(.., |(owned, step)| shards[owned.index()].can_update(*step));
+        let held = self.held.extract_if(.., |(owned, step)| {
+            let shard = &shards[owned.index()];
+            shard.can_update(*step) || !shard.span.contains(&step.0)
+        });
         held.map(|(owned, step)| Work::Update { owned, step })
     }
 
@@ -321,15 +347,33 @@ impl Machine {
         Refusal::Elsewhere { shard, step, owner: self.placement.owner_at(shard, step) }
     }
 
-    /// Returns the first update of a step from shard `owned` on. Holds it back if the state is on its way, or if the step
-    /// before is not done there: a server that owns other shards at step t + 1 can be ahead of step t.
+    /// Returns the first update of a step from shard `owned` on. Holds back those before it whose state is on its way: the
+    /// source may be lost, and ranks need the other shards to decide so. Holds all back where the step before is not done: a
+    /// server that owns other shards at step t + 1 can be ahead of step t.
     pub(super) fn next_update(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
-        let mut later = OwnedShards::all(self.shards.len()).skip(owned.index());
-        let owned = later.find(|&owned| self.owns(owned, step))?;
-        if !self.shards[owned.index()].can_update(step) {
-            self.held.push((owned, step));
-            return None;
+        for owned in OwnedShards::all(self.shards.len()).skip(owned.index()) {
+            let shard = &self.shards[owned.index()];
+            if !shard.span.contains(&step.0) || shard.version >= step.version() && !shard.awaited {
+                continue;
+            }
+            if shard.can_update(step) {
+                return Some(Work::Update { owned, step });
+            }
+            let is_on_its_way = shard.awaited || shard.lent.is_some();
+            if !self.held.contains(&(owned, step)) {
+                self.held.push((owned, step));
+            }
+            if !is_on_its_way {
+                return None;
+            }
         }
-        Some(Work::Update { owned, step })
+        None
+    }
+
+    /// Returns the update that takes the place of one that cannot run any more. None if another one made the version, and
+    /// those after it.
+    pub fn instead_of(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
+        let is_made = self.shards[owned.index()].version >= step.version();
+        if is_made { None } else { self.next_update(owned, step) }
     }
 }

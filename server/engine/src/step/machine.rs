@@ -162,6 +162,8 @@ pub struct Machine {
     pub(super) placement: Placement,
     /// The placement is another one than that which this server was opened with.
     pub(super) has_moved: bool,
+    /// Addresses of servers that are gone for good, as an operator says.
+    pub(super) lost: Vec<String>,
     /// Updates that wait for a shard's state or for its update of the step before.
     pub(super) held: Vec<(OwnedShard, Step)>,
     /// The last pause or resume since the version was decided.
@@ -216,6 +218,7 @@ impl Machine {
             server,
             placement,
             has_moved: false,
+            lost: Vec::new(),
             held: Vec::new(),
             standing: None,
             scales: Vec::new(),

@@ -70,6 +70,8 @@ pub(super) struct ShardProgress {
     pub(super) span: Range<u64>,
     /// The state is on its way from the owner before.
     pub(super) awaited: bool,
+    /// An operator has named the source of the awaited state as lost: a decision will take the shard away.
+    pub(super) is_forsaken: bool,
     /// The version that a new replica has yet to get from here. Later updates wait for that.
     pub(super) lent: Option<Version>,
     /// The state differs from its checksums, and the other holder goes on with the shard.
@@ -332,6 +334,7 @@ impl ShardProgress {
             version,
             span: 0..u64::MAX,
             awaited: false,
+            is_forsaken: false,
             lent: None,
             broken: None,
             slots,

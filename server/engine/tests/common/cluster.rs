@@ -130,7 +130,7 @@ impl Cluster {
         self.works[server].clear();
         let lost = [self.placement.servers[server].clone()];
         for living in self.living() {
-            let works = self.jobs[living].lend_no_more(&lost);
+            let works = self.jobs[living].lose(lost.to_vec());
             self.works[living].extend(works);
         }
     }
