@@ -234,10 +234,12 @@ impl Cluster {
         let asked_micros = (sim.now() - late).as_micros() as u64;
         let wanted = Wanted { servers, asked_micros, lost, ..Wanted::default() };
         if let Some(shard) = living.iter().find_map(|(_, server)| server.last_after(wanted.clone())) {
-            // A decision that was under way has dropped the other holder, which had another gradient, or has moved the
-            // shard to it. Only a checkpoint helps.
+            // A decision since has dropped the other holder, which had another gradient, or moves the shard to it. Only a
+            // checkpoint helps.
             let is_changing = |of: &Server| {
-                of.placement().is_some_and(|(_, of)| of.handovers.iter().any(|of| of.shard == shard))
+                of.placement().is_some_and(|(_, of)| {
+                    of.replica(shard).is_none() || of.handovers.iter().any(|of| of.shard == shard)
+                })
             };
             match living.iter().any(|(_, server)| is_changing(server)) {
                 true => self.is_beyond.store(true, Relaxed),

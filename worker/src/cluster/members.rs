@@ -119,10 +119,13 @@ impl Cluster {
         self.members.give_up(addresses);
     }
 
-    /// Asks every server which ones an operator has given up: one that was given up itself may not know.
-    pub(crate) async fn hear_of_losses(&self) {
-        let peers: Vec<Peer> = self.servers().map(|server| self.peer(server).clone()).collect();
-        self.give_up(&lost_servers(self.job().as_str(), &peers).await);
+    /// Asks every server which ones an operator has given up: one that was given up itself may not know. Returns true if
+    /// all others answer.
+    pub(crate) async fn hear_of_losses(&self) -> bool {
+        let answers = self.on_each(|server| self.glance(server)).await;
+        let scaling = answers.values().flatten().filter_map(|answer| answer.scaling.as_ref());
+        self.give_up(&scaling.flat_map(|scaling| scaling.lost.clone()).collect::<Vec<_>>());
+        answers.iter().all(|(server, answer)| answer.is_ok() || self.has_left(server))
     }
 
     /// The servers that are given up, and that no decision says to be lost yet.

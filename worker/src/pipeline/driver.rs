@@ -104,7 +104,7 @@ impl Driver {
         self.follow(step).await?;
         let statistics = self.patiently("the contributions of all ranks", step, stats).await?;
         let Collected { blocks, left_out, origins, differing, broken } =
-            stats::combine(&self.cluster, step, statistics);
+            stats::basis(&self.cluster, step, statistics).await;
         let contributions = self.cluster.spec().contributions(self.cluster.options.world_size);
         let gradient_scale = work.loss_scale * contributions as f64;
         let shares = self.cluster.spec().block_shares(&self.cluster.layout);

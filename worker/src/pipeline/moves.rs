@@ -229,6 +229,11 @@ impl Moves {
             for &server in &lost {
                 tracing::warn!(%job, %step, server = self.cluster.placement().servers[server.0 as usize], "given up as lost");
             }
+            if let Some(shard) = placement.last_of(&lost) {
+                let (field, limit) = ("servers given up as lost", "without the last of a shard");
+                let remedy = "restore the last checkpoint on the other servers";
+                return Err(Fault::new(FaultKind::Precondition, field, shard, limit, remedy).into());
+            }
             // Plans count on the placement before.
             self.unused.extend(self.plan.take().into_iter().flat_map(|plan| plan.added));
             let healed = heal(&placement, &broken, step)?;
@@ -241,9 +246,12 @@ impl Moves {
             let epoch = Epoch(self.cluster.placement().epoch.0 + 1);
             PlacementChange { epoch, ..change }
         });
-        // A change that servers would refuse must not end the training.
+        // A change that servers would refuse must not end the training. Without it, shards with two gradients would.
         let checked = change.as_ref().map(|change| self.cluster.placement().check(change, step));
         if let Some(Err(fault)) = checked {
+            if !differing.is_empty() {
+                return Err(fault.into());
+            }
             self.put_off(&fault);
             return Ok(None);
         }

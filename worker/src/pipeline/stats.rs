@@ -47,29 +47,45 @@ pub(super) async fn collect(cluster: Arc<Cluster>, step: Step, finished: Finishe
 }
 
 /// Makes the basis of the decision on `step`, once the step before is decided.
-pub(super) fn combine(cluster: &Cluster, step: Step, mut statistics: Statistics) -> Collected {
+pub(super) async fn basis(cluster: &Cluster, step: Step, mut statistics: Statistics) -> Collected {
+    let (mut backoff, end) = (Backoff::new(), Instant::now() + cluster.options.deadline);
+    let mut is_heard = false;
+    loop {
+        let collected = combine(cluster, step, &mut statistics);
+        if is_heard || collected.differing.is_empty() {
+            return collected;
+        }
+        // A rank that died with a server sends its gradient again to the other holders. These must not be dropped: the
+        // silent one may be lost.
+        is_heard = cluster.hear_of_losses().await || !backoff.pause(end).await;
+    }
+}
+
+fn combine(cluster: &Cluster, step: Step, statistics: &mut Statistics) -> Collected {
     // Earlier decisions may have taken shards from their holders meanwhile.
-    for (server, of) in &mut statistics {
+    for (server, of) in &mut *statistics {
         of.shards.retain(|of| cluster.holders_at(of.shard, step).any(|holder| holder == *server));
     }
     let mut blocks = vec![BlockStats::default(); cluster.layout.blocks() as usize];
     let origin =
         |of_server: &ServerStatistics| of_server.shards.iter().map(|shard| shard.origin).reduce(Origin::and);
     let origins = statistics.iter().map(|(server, of)| (*server, origin(of).unwrap_or_default())).collect();
-    let mut by_shard: BTreeMap<ShardId, ShardStatistics> = BTreeMap::new();
+    let mut by_shard: BTreeMap<ShardId, &ShardStatistics> = BTreeMap::new();
     let (mut differing, mut broken) = (Vec::new(), BTreeSet::new());
-    for (server, of_server) in statistics {
-        broken.extend(of_server.broken.into_iter().map(|shard| (shard, server)));
-        for of_shard in of_server.shards {
+    for &(server, ref of_server) in &*statistics {
+        broken.extend(of_server.broken.iter().map(|&shard| (shard, server)));
+        for of_shard in &of_server.shards {
             let shard = of_shard.shard;
             match by_shard.entry(shard) {
                 Entry::Vacant(entry) => drop(entry.insert(of_shard)),
                 Entry::Occupied(mut entry) => {
-                    if !entry.get().is_alike(&of_shard) {
+                    if !entry.get().is_alike(of_shard) {
                         differing.push(shard);
                     }
-                    // The owner's count.
-                    if cluster.owner_at(shard, step) == server {
+                    // The count of the holder that stays: the replica if it is the next owner.
+                    let newest = cluster.owner_at(shard, Step(u64::MAX));
+                    let stays = cluster.holders_at(shard, step).find(|&holder| holder == newest);
+                    if stays.unwrap_or(cluster.owner_at(shard, step)) == server {
                         entry.insert(of_shard);
                     }
                 }
@@ -80,7 +96,7 @@ pub(super) fn combine(cluster: &Cluster, step: Step, mut statistics: Statistics)
     for (shard, ShardStatistics { blocks: stats, left_out: of_shard, .. }) in by_shard {
         left_out.extend(of_shard);
         let range = cluster.layout.shard_blocks(shard);
-        blocks[range.start as usize..range.end as usize].copy_from_slice(&stats);
+        blocks[range.start as usize..range.end as usize].copy_from_slice(stats);
     }
     left_out.sort_unstable();
     Collected { blocks, left_out, origins, differing, broken }

@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeMap,
     sync::{Arc, PoisonError},
+    time::Duration,
 };
 
 use longshore_proto::{Commit, Fault, FaultKind, Incarnation, Rank, ServerId, Step, Version, fault::READS};
@@ -17,11 +18,14 @@ use crate::{
     cluster::{Backoff, Cluster},
     envelope::Envelope,
     error::Result,
-    host::Instant,
+    host::{self, Instant},
     push::Gradients,
     rank::RankState,
     session::{admit, admit_added, spread_on},
 };
+
+/// Time without an event until the other servers are asked which ones an operator has given up.
+const QUIET: Duration = Duration::from_secs(5);
 
 pub(super) struct Watcher {
     pub(super) cluster: Arc<Cluster>,
@@ -98,26 +102,31 @@ impl Watcher {
             self.cluster.waits.fail(error);
             return Ok(());
         }
-        if self.cluster.spec().replicas > 1 {
-            self.cluster.hear_of_losses().await;
-            if self.cluster.has_left(server) {
-                return Err(tonic::Status::unavailable("the server is given up"));
-            }
-        }
         if self.seen < after {
             return Err(tonic::Status::unavailable("the server is behind what was watched"));
         }
-        while let Some(event) = events.message().await? {
-            backoff.reset();
-            if let Err(error) = self.take(event).await {
-                self.cluster.waits.fail(error);
-                return Ok(());
+        loop {
+            // A server that was given up may not know, and tell nothing.
+            if self.cluster.spec().replicas > 1 {
+                self.cluster.hear_of_losses().await;
+                if self.cluster.has_left(server) {
+                    return Err(tonic::Status::unavailable("the server is given up"));
+                }
             }
-            if self.cluster.has_left(server) {
-                return Err(tonic::Status::unavailable("the server has left the job"));
+            while let Ok(event) = host::timeout(QUIET, events.message()).await {
+                let Some(event) = event? else {
+                    return Err(tonic::Status::unavailable("the server closed the watch"));
+                };
+                backoff.reset();
+                if let Err(error) = self.take(event).await {
+                    self.cluster.waits.fail(error);
+                    return Ok(());
+                }
+                if self.cluster.has_left(server) {
+                    return Err(tonic::Status::unavailable("the server has left the job"));
+                }
             }
         }
-        Err(tonic::Status::unavailable("the server closed the watch"))
     }
 
     /// Catches up with a pause that began or ended while no watch was open.

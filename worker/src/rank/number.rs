@@ -93,7 +93,14 @@ pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
     let ranks = answers.values().flatten().flat_map(|answer| &answer.ranks);
     let seen = ranks.filter(|rank| rank.rank == cluster.options.rank.0).map(|rank| rank.incarnation).max();
     let random = host::random();
-    let measured = Begin::measure(cluster, cluster.first(), start).await;
+    // The first server may be lost or stopped. Servers' clocks agree better than those of ranks.
+    let mut measured = None;
+    for server in cluster.servers() {
+        measured = Begin::measure(cluster, server, start).await;
+        if measured.is_some() {
+            break;
+        }
+    }
     let begin = measured.unwrap_or_else(|| Begin::here(start)).ahead(cluster.placement().clock_ahead_ms);
     cluster.options.process.begin(begin.number(seen.unwrap_or(0), random));
     Ok(())

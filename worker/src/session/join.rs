@@ -108,9 +108,9 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
 /// On rank 0, different versions mean that a server has died since the takeover, with a version that it had not
 /// kept. Rank 0 then takes over once more.
 ///
-/// If a server's version changes meanwhile, a new incarnation joins all servers again. So each server records that
-/// this process joined after that version's step was decided, and has no gradient of that step. Rank 0 reads this
-/// for a server that lacks the step, and takes the step back instead of waiting for the gradient.
+/// Where versions differ, a new incarnation fences all servers and joins them once they agree. A server that lacks the
+/// newest decision so waits for no gradient of this process. Each server records that this process joined after that
+/// step was decided. Rank 0 reads this for a server that has lost the step, and takes the step back.
 async fn align(
     cluster: &Cluster,
     rank: &RankState,
@@ -118,21 +118,27 @@ async fn align(
 ) -> Result<(Incarnation, ByServer<JobProgress>)> {
     let (start, deadline) = (Instant::now(), cluster.options.deadline);
     let mut backoff = Backoff::new();
-    let mut joined = join_everywhere(cluster, rank, incarnation).await?;
+    let mut progress = join_everywhere(cluster, rank, incarnation).await?;
     // The deadline starts after the join, since the join may have waited for a server that recovered the job.
     let mut end = Instant::now() + deadline;
-    let mut progress = joined.clone();
+    let mut has_joined = true;
     loop {
         judge_all(cluster, &progress)?;
-        let newest = progress.values().map(|progress| progress.version).max().unwrap_or(0);
-        if progress.values().all(|progress| progress.version == newest) {
-            return Ok((incarnation, progress));
+        if agree(&progress) {
+            if has_joined {
+                return Ok((incarnation, progress));
+            }
+            progress = join_everywhere(cluster, rank, incarnation).await?;
+            has_joined = true;
+            continue;
         }
         if !backoff.pause(end).await {
-            let versions = progress.values().map(|progress| Version(progress.version));
+            let versions = progress
+                .iter()
+                .map(|(server, progress)| (cluster.address(server).to_string(), Version(progress.version)));
             return Err(VersionsDiffer {
                 job: cluster.job().clone(),
-                versions: cluster.addresses().zip(versions).collect(),
+                versions: versions.collect(),
                 waited: start.elapsed(),
             }
             .into());
@@ -145,15 +151,21 @@ async fn align(
             end = renewed(end, asked, deadline);
             continue;
         }
+        // The job may have left a server, or found another, since this rank connected.
+        if cluster.meet_members().await? || has_joined {
+            incarnation = take(cluster).await?;
+            cluster.on_all(|server| fence(cluster, server, incarnation)).await?;
+            has_joined = false;
+        }
         let answers = cluster.describe_all(false, deadline).await?;
         progress = answers.map(|answer| answer.progress.unwrap_or_default());
         end = renewed(end, asked, deadline);
-        if progress.iter().any(|(server, progress)| progress.version != joined[server].version) {
-            incarnation = take(cluster).await?;
-            joined = join_everywhere(cluster, rank, incarnation).await?;
-            progress = joined.clone();
-        }
     }
+}
+
+fn agree(progress: &ByServer<JobProgress>) -> bool {
+    let first = first_of(progress).version;
+    progress.values().all(|progress| progress.version == first)
 }
 
 /// The progress on the first server; all servers have the same version.
