@@ -1,6 +1,14 @@
 //! Mappings of this process: every call of mmap, munmap and madvise.
 
-use std::{io, ops::Range, os::fd::AsFd, os::fd::AsRawFd, ptr};
+use std::{
+    fs::File,
+    io,
+    ops::Range,
+    os::fd::{AsFd, AsRawFd},
+    ptr,
+};
+
+use rustix::fs::{FallocateFlags, fallocate};
 
 /// A large mapping starts at a multiple of this, and its offsets are offsets of its file. Only then does the
 /// kernel map huge pages.
@@ -14,6 +22,8 @@ pub(super) struct Map {
     start: *mut u8,
     len: usize,
     is_file: bool,
+    /// The file whose space is reserved part by part.
+    kept: Option<File>,
     /// Address space that contains the bytes, and no other mapping.
     reserved: (*mut u8, usize),
 }
@@ -40,6 +50,13 @@ impl Map {
         Map::new(len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, file)
     }
 
+    /// Maps the first bytes of a file that outlives the process. Its space is [reserved](Map::reserve) part by part.
+    pub(super) fn kept(file: File, len: usize) -> io::Result<Map> {
+        let mut map = Map::file(&file, len)?;
+        map.kept = Some(file);
+        Ok(map)
+    }
+
     /// Maps the first bytes of a file to be read.
     pub(super) fn read_only(file: impl AsFd, len: usize) -> io::Result<Map> {
         Map::new(len, libc::PROT_READ, libc::MAP_SHARED, file.as_fd().as_raw_fd())
@@ -62,6 +79,7 @@ impl Map {
             start: reserved.wrapping_add(before),
             len,
             is_file: file >= 0,
+            kept: None,
             reserved: (reserved, space),
         };
         // SAFETY: the bytes are inside the reservation, which is nobody else's.
@@ -85,6 +103,17 @@ impl Map {
     pub(super) fn prefer_huge_pages(&self) -> io::Result<()> {
         // SAFETY: no byte changes.
         unsafe { self.advise(libc::MADV_HUGEPAGE, 0..self.len) }
+    }
+
+    /// Reserves the space of a range, where a file has its own. Bytes that are there stay.
+    pub(super) fn reserve(&self, range: Range<usize>) -> io::Result<()> {
+        match &self.kept {
+            Some(file) if !range.is_empty() => {
+                let (start, bytes) = (range.start as u64, range.len() as u64);
+                fallocate(file, FallocateFlags::empty(), start, bytes).map_err(io::Error::from)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Touches pages, so that no later step pays for a page fault. A file in memory gets huge ones where a whole

@@ -12,7 +12,7 @@ use std::{
     },
 };
 
-use super::{SharedBytes, map::Map};
+use super::{AllocationError, SharedBytes, map::Map};
 
 /// Owns its bytes as a `Box<[u8]>` would, but inside a mapping that lives until its last region is dropped.
 ///
@@ -79,6 +79,13 @@ impl Region {
     pub fn give_back(&mut self) -> io::Result<()> {
         // SAFETY: &mut self makes the access exclusive, and zeros are valid bytes.
         unsafe { self.map.remove(self.place()) }
+    }
+
+    /// Reserves the region's space in a file that outlives the process. Without it, a store to a page that the file
+    /// system cannot give would kill the process. Bytes that are there stay.
+    pub fn reserve(&self) -> Result<(), AllocationError> {
+        let bytes = self.len;
+        self.map.reserve(self.place()).map_err(|source| AllocationError { bytes, source })
     }
 
     /// Touches the pages before their first use.

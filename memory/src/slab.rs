@@ -8,8 +8,6 @@ use std::{
     sync::{Arc, Mutex, Once, PoisonError},
 };
 
-use rustix::fs::{FallocateFlags, fallocate};
-
 use super::{
     Region, SharedFile,
     map::{HUGE_PAGE_BYTES, Map},
@@ -20,12 +18,17 @@ const REGION_ALIGN: usize = 64;
 const HUGE_PAGE_SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "could not allocate {bytes} bytes: {source}. Lower the memory budget or raise the container's memory limit"
-)]
+#[error("could not allocate {bytes} bytes: {source}. {}", remedy(source))]
 pub struct AllocationError {
     pub bytes: usize,
     pub source: io::Error,
+}
+
+fn remedy(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::StorageFull => "Mount a larger tmpfs",
+        _ => "Lower the memory budget or raise the container's memory limit",
+    }
 }
 
 /// Threads that place memory near themselves, on their NUMA node.
@@ -74,16 +77,18 @@ impl Slab {
         Ok((Slab { map }, file))
     }
 
-    /// Maps the start of a file that outlives the process, and reserves its space. Without the space, a store
-    /// to a page that the file system cannot give would kill the process. The file's content stays.
+    /// Maps the start of a file that outlives the process, and makes the file that long. Its space is reserved where the
+    /// slab is carved and touched. The file's content stays.
     ///
     /// The file must be this process's own: private to its user, in a folder that it has locked. Nobody else
     /// then truncates it or writes to it.
-    pub fn over_file(file: &File, bytes: usize) -> Result<Slab, AllocationError> {
+    pub fn over_file(file: File, bytes: usize) -> Result<Slab, AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
         let failed = |source: io::Error| AllocationError { bytes, source };
-        fallocate(file, FallocateFlags::empty(), 0, bytes as u64).map_err(|error| failed(error.into()))?;
-        Ok(Slab { map: Map::file(file, bytes).map_err(failed)? })
+        if file.metadata().map_err(failed)?.len() < bytes as u64 {
+            file.set_len(bytes as u64).map_err(failed)?;
+        }
+        Ok(Slab { map: Map::kept(file, bytes).map_err(failed)? })
     }
 
     /// Cuts the slab into exclusive regions, in order, and touches all of them. So no later step pays for a
@@ -109,12 +114,19 @@ impl Slab {
         near: &impl Near,
     ) -> Result<Vec<Region>, AllocationError> {
         let starts = self.starts(sizes);
-        let used: Vec<(usize, usize)> = (0..sizes.len())
-            .filter(|&region| is_used(region))
-            .map(|region| (starts[region], sizes[region]))
-            .collect();
-        let bytes = Slab::bytes_for(used.iter().map(|(_, size)| *size));
-        self.touch(&used, near).map_err(|source| AllocationError { bytes, source })?;
+        let used: Vec<usize> = (0..sizes.len()).filter(|&region| is_used(region)).collect();
+        let regions = || used.iter().map(|&region| starts[region]..starts[region] + sizes[region]);
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for region in regions() {
+            match runs.last_mut().filter(|run| run.end.next_multiple_of(REGION_ALIGN) == region.start) {
+                Some(run) => run.end = region.end,
+                None => runs.push(region),
+            }
+        }
+        let bytes = regions().map(|region| region.len()).sum();
+        let reserved = runs.iter().try_for_each(|run| self.map.reserve(run.clone()));
+        let touched = reserved.and_then(|()| self.touch(&regions().collect::<Vec<_>>(), &runs, near));
+        touched.map_err(|source| AllocationError { bytes, source })?;
         Ok(self.cut(starts, sizes))
     }
 
@@ -146,17 +158,22 @@ impl Slab {
         regions.map(|(start, &size)| Region::new(Arc::clone(&map), start, size)).collect()
     }
 
-    /// Touches regions, given by start and size.
-    fn touch(&self, regions: &[(usize, usize)], near: &impl Near) -> io::Result<()> {
+    /// Touches regions. Those without a gap between them are a run, and nothing outside of the runs is touched.
+    fn touch(&self, regions: &[Range<usize>], runs: &[Range<usize>], near: &impl Near) -> io::Result<()> {
         let failed = Mutex::new(None);
         // The parts are fractions, since all regions are shared out in the same way.
         const PARTS: usize = 1 << 20;
         near.shares(PARTS, &|share: Range<usize>| {
-            for &(start, size) in regions {
+            for region in regions {
+                let run = &runs[runs.partition_point(|run| run.end < region.end)];
                 // A huge page belongs to the share in which it begins.
                 let at = |part: usize| {
-                    let begin = start + (size as u128 * part as u128 / PARTS as u128) as usize;
-                    begin.next_multiple_of(HUGE_PAGE_BYTES).min(self.map.len())
+                    let begin = region.start + (region.len() as u128 * part as u128 / PARTS as u128) as usize;
+                    if begin == run.start {
+                        begin
+                    } else {
+                        begin.next_multiple_of(HUGE_PAGE_BYTES).min(run.end)
+                    }
                 };
                 let (from, to) = (at(share.start), at(share.end));
                 if from == to {

@@ -16,7 +16,6 @@ use longshore_engine::{
     ids::{Contributor, OwnedShard},
     record::{Joined, Record},
     step::{Admission, Machine, Phase, Refusal, Sum, Wanted, Work},
-    tier::places,
 };
 use longshore_proto::{
     Commit, Epoch, Fault, FaultKind, Incarnation, JobSpec, Layout, Origin, Placement, Rank, ServerId,
@@ -95,10 +94,10 @@ impl Disk {
     pub(crate) fn filled(oracle: &Oracle, server: ServerId) -> Disk {
         let record = Record::filled(0, Vec::new());
         let placement = &oracle.placement;
-        let state = |&shard: &ShardId| {
+        let state = |shard: ShardId| {
             placement.holds(server, shard).then(|| (Version(0), oracle.first(shard))).into_iter().collect()
         };
-        let state = places(&oracle.spec, &oracle.layout, placement, server).iter().map(state).collect();
+        let state = (0..oracle.layout.shards()).map(ShardId).map(state).collect();
         let joined = vec![None; oracle.spec.world_size as usize];
         let (opened, saved) = (oracle.placement.clone(), vec![Saved { record, state }]);
         Disk { server, opened, saved, joined, promised: BTreeMap::new() }
@@ -256,7 +255,7 @@ impl Server {
     }
 
     fn machine(&self, placement: Placement, server: ServerId) -> Machine {
-        let places = places(self.spec(), self.layout(), &placement, server);
+        let places: Vec<ShardId> = (0..self.layout().shards()).map(ShardId).collect();
         Machine::new(Arc::clone(self.spec()), Arc::clone(self.layout()), placement, server, &places)
     }
 

@@ -23,8 +23,8 @@ pub struct ServerOptions {
     arguments: Vec<String>,
     /// A command that runs the server. The server's arguments follow it.
     under: Vec<String>,
-    /// A flag for the state folder, and the parent of each server's folder.
-    state_root: Option<(&'static str, PathBuf)>,
+    /// Flags for state folders, and the parent of each server's folder.
+    state_roots: Vec<(&'static str, PathBuf)>,
     allowed: Vec<String>,
 }
 
@@ -51,13 +51,13 @@ impl ServerOptions {
 
     /// Gives each server a folder inside `root` for jobs with tier `nvme`.
     pub fn state_root(mut self, root: &Path) -> ServerOptions {
-        self.state_root = Some(("--state-dir", root.to_owned()));
+        self.state_roots.push(("--state-dir", root.to_owned()));
         self
     }
 
     /// Gives each server a folder inside `root`, on a tmpfs, for jobs with tier `shm`.
     pub fn shm_root(mut self, root: &Path) -> ServerOptions {
-        self.state_root = Some(("--shm-dir", root.to_owned()));
+        self.state_roots.push(("--shm-dir", root.to_owned()));
         self
     }
 
@@ -88,7 +88,7 @@ impl ServerOptions {
     /// Starts a server and waits until it listens.
     pub fn start(self) -> Longshored {
         let (mut options, address) = (self, own_address());
-        if let Some((flag, root)) = options.state_root.take() {
+        for (flag, root) in std::mem::take(&mut options.state_roots) {
             let dir = root.join(address.to_string());
             fs::create_dir_all(&dir).expect("a folder for a server's state");
             options = options.args([flag, &dir.display().to_string()]);

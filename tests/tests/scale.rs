@@ -18,6 +18,20 @@ use tempfile::TempDir;
 /// Long enough that both changes end before the training does.
 const STEPS: u64 = 400;
 
+/// Folders for jobs of each tier.
+struct Homes([TempDir; 2]);
+
+impl Homes {
+    fn new() -> Homes {
+        Homes([TempDir::new().unwrap(), TempDir::new_in("/dev/shm").unwrap()])
+    }
+
+    fn options(&self) -> ServerOptions {
+        let Homes([drives, tmpfs]) = self;
+        ServerOptions::new().state_root(drives.path()).shm_root(tmpfs.path())
+    }
+}
+
 fn scale(servers: &[Longshored], to: &[&Longshored], more: &[&str]) -> Output {
     let servers = server::addresses(servers).join(",");
     let to: Vec<&str> = to.iter().map(|server| server.address()).collect();
@@ -28,9 +42,8 @@ fn scale(servers: &[Longshored], to: &[&Longshored], more: &[&str]) -> Output {
 /// The weights of a training on 2, then 4, then 3 servers are those of the same training on one.
 fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
     let train = Train::new(STEPS).args(["--layers", "3", "--world-size", &ranks.to_string()]).args(more);
-    let [checkpoints, drives] = [(); 2].map(|()| TempDir::new().unwrap());
-    let options =
-        ServerOptions::new().checkpoint_dir(checkpoints.path()).state_root(drives.path()).args(flags);
+    let (checkpoints, homes) = (TempDir::new().unwrap(), Homes::new());
+    let options = homes.options().checkpoint_dir(checkpoints.path()).args(flags);
     let servers = server::servers(4, &options);
     let addresses = server::addresses(&servers);
     let mut running = train.clone().args(["--tier", tier]).servers(&addresses[..2]).start_ranks(ranks);
@@ -67,12 +80,14 @@ fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
 /// Every job leaves the servers that are named, except those that cannot move, and these say why.
 #[test]
 fn a_server_is_cleared_of_all_jobs_that_may_leave_it() {
-    let home = TempDir::new_in("/dev/shm").unwrap();
-    let servers = server::servers(3, &ServerOptions::new().shm_root(home.path()));
+    let homes = Homes::new();
+    let servers = server::servers(3, &homes.options());
     let addresses = server::addresses(&servers);
     let (train, more) = (Train::new(10 * STEPS).args(["--layers", "3"]), ["--wait", "--patience", "60"]);
-    let starts = |job: &str, on: &[String]| train.clone().args(["--job", job]).servers(on).start();
-    let mut running = [starts("one", &addresses[..1]), starts("two", &addresses[..1])];
+    let starts = |[job, tier]: [&str; 2]| {
+        train.clone().args(["--job", job, "--tier", tier]).servers(&addresses[..1]).start()
+    };
+    let mut running = [["one", "memory"], ["two", "shm"]].map(starts);
     running.iter_mut().for_each(|running| running.until_step(3));
     let clear = |server: &str, more: &[&str]| {
         longshore([&["scale", "--servers", &addresses[1], "--remove", server][..], more].concat())
@@ -98,16 +113,6 @@ fn a_server_is_cleared_of_all_jobs_that_may_leave_it() {
     // Another server takes its place in every job.
     let replaced = clear(&addresses[0], &[&["--add", &addresses[2]], &more[..]].concat());
     assert!(replaced.code == 0 && replaced.stdout.contains("two is on"), "{replaced:?}");
-    let mut fixed = train.clone().args(["--job", "fixed", "--tier", "shm"]).servers(&addresses[1..]).start();
-    fixed.until_step(3);
-    let stays = clear(&addresses[1], &more);
-    assert!(
-        stays.code == 1
-            && stays.stdout.contains("fixed stays")
-            && stays.stdout.contains("longshore checkpoint"),
-        "{stays:?}"
-    );
-    fixed.kill();
     running.into_iter().for_each(|running| drop(running.kill()));
 }
 
@@ -190,6 +195,12 @@ fn servers_with_drives_come_and_go_while_two_ranks_train() {
 }
 
 #[test]
+fn servers_with_a_tmpfs_come_and_go_while_two_ranks_train() {
+    scaled(2, "shm", &[], &[]);
+    scaled(2, "shm", &["--delay", "1", "--warmup-steps", "30"], &[]);
+}
+
+#[test]
 fn servers_come_and_go_while_two_ranks_make_delayed_steps() {
     scaled(2, "memory", &["--delay", "1", "--warmup-steps", "0"], &[]);
 }
@@ -213,8 +224,8 @@ fn servers_with_images_and_gradients_on_drives_come_and_go() {
 /// Shards of a server that leaves go to servers that never had them.
 fn shrinks(tier: &str, more: &[&str], flags: &[&str]) {
     let train = Train::new(STEPS).args(["--layers", "3"]).args(more);
-    let drives = TempDir::new().unwrap();
-    let servers = server::servers(3, &ServerOptions::new().state_root(drives.path()).args(flags));
+    let homes = Homes::new();
+    let servers = server::servers(3, &homes.options().args(flags));
     let addresses = server::addresses(&servers);
     let mut running = train.clone().args(["--tier", tier]).servers(&addresses).start();
     running.until_step(3);
@@ -227,7 +238,7 @@ fn shrinks(tier: &str, more: &[&str], flags: &[&str]) {
     }
     // The space of shards that have left is free some steps later.
     let is_free = || job_status(&addresses[2..]).servers[0].disk_bytes < taken[1];
-    eventually("free space", || (tier == "memory" || is_free()).then_some(()));
+    eventually("free space", || (tier != "nvme" || is_free()).then_some(()));
     assert!(taken[0] <= taken[1], "{taken:?}");
     assert_eq!(running.finish().end.state_hash, train.undisturbed().hash);
 }
@@ -236,6 +247,12 @@ fn shrinks(tier: &str, more: &[&str], flags: &[&str]) {
 fn a_job_shrinks_to_any_of_its_servers() {
     shrinks("memory", &[], &[]);
     shrinks("memory", &["--delay", "1"], &[]);
+}
+
+#[test]
+fn a_job_on_a_tmpfs_shrinks_to_any_of_its_servers() {
+    shrinks("shm", &[], &[]);
+    shrinks("shm", &["--delay", "1"], &[]);
 }
 
 #[test]
@@ -260,30 +277,16 @@ fn a_server_without_room_holds_up_no_step() {
     assert_eq!(running.finish().end.state_hash, expected);
 }
 
-/// A job that cannot move says so, and leaves nothing on the server that was asked for.
-#[test]
-fn a_job_on_a_tmpfs_stays_where_it_is() {
-    let home = TempDir::new_in("/dev/shm").unwrap();
-    let servers = server::servers(2, &ServerOptions::new().shm_root(home.path()));
-    let train = Train::new(STEPS).args(["--tier", "shm"]);
-    let mut running = train.servers(&server::addresses(&servers[..1])).start();
-    running.until_step(3);
-    let refused = scale(&servers[..1], &[&servers[1]], &["--wait", "--patience", "1"]);
-    assert!(refused.code == 1 && refused.stderr.contains("memory or nvme"), "{refused:?}");
-    assert!(status(&server::addresses(&servers[1..])).is_empty(), "nothing was opened");
-    running.finish();
-}
-
-/// Servers of tier nvme die at any moment of a change, and come back. Some die with rank 0.
-fn killed_and_scaled(more: &[&str], flags: &[&str]) {
+/// Servers whose tier outlives them die at any moment of a change, and come back. Some die with rank 0.
+fn killed_and_scaled(tier: &str, more: &[&str], flags: &[&str]) {
     let (train, mut random) = (Train::new(STEPS).args(["--layers", "3"]).args(more), Random::new());
     let expected = train.undisturbed().hash;
-    let home = TempDir::new().unwrap();
-    let options = ServerOptions::new().state_root(home.path()).args(flags);
+    let homes = Homes::new();
+    let options = homes.options().args(flags);
     let options = options.allow("cannot be fetched yet").allow("stepping back to the version before");
     let mut servers = server::servers(3, &options);
     let addresses = server::addresses(&servers);
-    let train = train.args(["--tier", "nvme"]).servers(&addresses[..1]);
+    let train = train.args(["--tier", tier]).servers(&addresses[..1]);
     let train = train.allow("waiting for a server").allow("cannot be changed yet");
     let mut running = train.start();
     running.until_started();
@@ -308,17 +311,24 @@ fn killed_and_scaled(more: &[&str], flags: &[&str]) {
 
 #[test]
 fn servers_on_drives_are_killed_while_servers_come_and_go() {
-    killed_and_scaled(&[], &[]);
+    killed_and_scaled("nvme", &[], &[]);
+}
+
+#[test]
+fn servers_with_a_tmpfs_are_killed_while_servers_come_and_go() {
+    killed_and_scaled("shm", &[], &[]);
+    killed_and_scaled("shm", &["--delay", "1", "--warmup-steps", "30"], &[]);
 }
 
 #[test]
 fn servers_of_a_delayed_job_are_killed_while_servers_come_and_go() {
-    killed_and_scaled(&["--delay", "1", "--warmup-steps", "30"], &[]);
+    killed_and_scaled("nvme", &["--delay", "1", "--warmup-steps", "30"], &[]);
 }
 
 #[test]
 fn servers_with_all_on_drives_are_killed_while_servers_come_and_go() {
     killed_and_scaled(
+        "nvme",
         &["--delay", "1", "--warmup-steps", "0"],
         &["--spill", "all", "--storage-buffers", "2"],
     );

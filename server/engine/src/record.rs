@@ -3,7 +3,7 @@
 //! In JSON, floats are kept to the bit. JSON has no NaN, which is the norm of a step that overflowed. serde_json rounds
 //! most decimals back to the same f64, but not all. A resumed run needs exactly the loss scale it was stopped with.
 
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 
 use longshore_proto::{
     Commit, Correction, Hyper, Incarnation, LeftOut, Placement, PlacementChange, ServerId, ShardId, Step,
@@ -61,6 +61,28 @@ impl Record {
     pub fn is_skipped(&self) -> bool {
         self.commit.as_ref().is_some_and(|commit| commit.skip)
     }
+}
+
+/// Versions after a shard's last one on a server, until its state is freed. The next owner must have it by then: every
+/// rank has computed with a version that the next owner made. One more is kept.
+const HELD: u64 = 3;
+
+/// Returns true if other servers own a shard by now, and no step in flight asks the server of `span` for it.
+pub fn is_handed(span: &Range<u64>, version: Version, max_delay: u32) -> bool {
+    !span.is_empty() && span.end <= version.0.saturating_sub(HELD + u64::from(max_delay))
+}
+
+/// A shard in memory that an earlier process has left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeptShard {
+    /// Version of its state.
+    pub version: Version,
+    /// The state was on its way from another server, and is fetched again.
+    pub awaited: bool,
+    /// True if the image of the version before is whole.
+    pub older_image: bool,
+    /// The steps whose contributions are all summed, by parity. Some of them may be decided.
+    pub summed: [Step; 2],
 }
 
 /// The last pause or resume since a version was decided. Without a standing, the commit's pause holds.

@@ -1,9 +1,10 @@
 //! Shards move between servers at any step, and servers are lost whose shards have replicas. The bits are those of one
 //! server that keeps them all.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, os::unix::fs::MetadataExt, path::Path};
 
 use longshore_engine::{
+    admission::Need,
     kernels::Isa,
     step::Awaited,
     tier::{Spill, Storage},
@@ -22,6 +23,9 @@ use crate::common::{
 };
 
 const STEPS: u64 = 24;
+const TMPFS: &str = "/dev/shm";
+/// Bytes of a server's header, and of pages that arrays do not fill.
+const SLACK: u64 = 128 << 10;
 
 /// A job of some small shards, one of them frozen in some jobs.
 fn random_spec(noise: &mut Noise) -> JobSpec {
@@ -41,14 +45,26 @@ fn random_spec(noise: &mut Noise) -> JobSpec {
     spec
 }
 
-/// The drives of a server: none, or a folder of its own.
+/// The files of a server: none, or a folder of its own.
 fn storage(noise: &mut Noise, home: Option<&TempDir>, server: usize) -> Storage {
     let Some(home) = home else { return Storage::default() };
     let dir = home.path().join(server.to_string());
     std::fs::create_dir_all(&dir).unwrap();
+    if home.path().starts_with(TMPFS) {
+        return Storage { shm_dir: Some(dir), ..Storage::default() };
+    }
     let resident_bytes = noise.pick(&[0, 3 << 20, 1 << 30]);
     let spill = noise.pick(&[Spill::State, Spill::All]);
     Storage { dirs: vec![dir], resident_bytes, buffers: 1 + noise.below(3), spill, ..Storage::default() }
+}
+
+/// Bytes that the files below a folder take.
+fn taken(path: &Path) -> u64 {
+    let found = std::fs::symlink_metadata(path).unwrap();
+    if !found.is_dir() {
+        return found.blocks() * 512;
+    }
+    std::fs::read_dir(path).unwrap().map(|entry| taken(&entry.unwrap().path())).sum()
 }
 
 /// A cluster whose shards move, beside one server that keeps them.
@@ -67,8 +83,12 @@ impl Moving {
         let spec = random_spec(&mut noise);
         let first = weights(&spec, seed);
         let alone = Cluster::started(&spec, 1, &first);
-        let home = noise.one_in(2).then(|| TempDir::new().unwrap());
-        let tier = if home.is_some() { TierKind::Nvme } else { TierKind::Memory };
+        let tier = noise.pick(&TierKind::ALL);
+        let home = match tier {
+            TierKind::Memory => None,
+            TierKind::Shm => Some(TempDir::new_in(TMPFS).unwrap()),
+            TierKind::Nvme => Some(TempDir::new().unwrap()),
+        };
         let replicas = if home.is_none() && noise.one_in(2) { 2 } else { 1 };
         let spec = JobSpec { tier, replicas, ..spec };
         let servers = replicas as usize + noise.below(2);
@@ -193,8 +213,9 @@ impl Moving {
             if self.moved.lost.contains(&server) {
                 continue;
             }
-            match self.noise.below(3) {
-                0 => _ = self.moved.fetch(server),
+            match self.noise.below(4) {
+                0 => _ = self.moved.fetch(server, usize::MAX),
+                3 => _ = self.moved.fetch(server, 1),
                 1 => self.moved.jobs[server].free_handed(),
                 _ => _ = self.moved.work_once(server),
             };
@@ -207,14 +228,18 @@ impl Moving {
         while acted {
             acted = false;
             for server in self.moved.living() {
-                acted |= self.moved.fetch(server) | self.moved.work_once(server);
+                acted |= self.moved.fetch(server, usize::MAX) | self.moved.work_once(server);
             }
         }
     }
 
+    fn is_durable_later(&self) -> bool {
+        self.moved.spec.properties().durable_later
+    }
+
     /// Waits until all servers have made their versions durable.
     fn settle(&mut self) {
-        if self.home.is_some() {
+        if self.is_durable_later() {
             self.moved.settle().unwrap();
         }
     }
@@ -224,7 +249,7 @@ impl Moving {
     fn restart(&mut self, commit: &Commit, pushed: u64) {
         let before = Version(commit.step.0 - 1);
         let (server, count) = (self.noise.below(self.moved.jobs.len()), self.moved.jobs.len());
-        let steps_back = self.noise.one_in(4);
+        let steps_back = self.is_durable_later() && self.noise.one_in(4);
         let servers = if steps_back { 0..count } else { server..server + 1 };
         for server in servers.clone() {
             self.moved.restart(server, before, steps_back);
@@ -270,6 +295,19 @@ impl Moving {
         Ok(())
     }
 
+    /// Files of a tmpfs take no more than servers count.
+    fn check_pages(&self) -> Result<(), TestCaseError> {
+        let Some(home) = self.home.as_ref().filter(|home| home.path().starts_with(TMPFS)) else {
+            return Ok(());
+        };
+        let (spec, storage) = (&self.moved.spec, Storage::default());
+        let beside = Need::of(spec, &self.moved.layout, &[], &storage).transfers;
+        let counted: u64 = self.moved.jobs.iter().map(|job| job.memory_bytes() - beside + SLACK).sum();
+        let taken = taken(home.path());
+        prop_assert!(taken <= counted, "{} bytes of {}", taken, counted);
+        Ok(())
+    }
+
     fn run(mut self) -> Result<(), TestCaseError> {
         let delay = u64::from(self.moved.spec.max_delay);
         let (mut pushed, mut is_behind) = (0, false);
@@ -303,13 +341,14 @@ impl Moving {
             }
             // Ranks read version t of every shard before they push step t + 1 + delay.
             is_behind =
-                delay == 1 && self.home.is_none() && !is_behind && step < STEPS && self.noise.one_in(2);
+                delay == 1 && !self.is_durable_later() && !is_behind && step < STEPS && self.noise.one_in(2);
             if is_behind {
                 continue;
             }
             self.finish();
             self.settle();
             self.check_images(step)?;
+            self.check_pages()?;
             if delay == 1 && step > 1 {
                 // A rank that joins now pulls the version before too.
                 self.check_images(step - 1)?;

@@ -25,7 +25,7 @@ use std::{
 
 use longshore_engine::{
     admission::{Budget, Need},
-    job::{Compute, Job, check_may_move},
+    job::{Compute, Job},
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
 use longshore_proto::{Epoch, Fault, FaultKind, JobName, Placement, ServerId, fault::DELETED};
@@ -311,9 +311,6 @@ impl Jobs {
         wanted: StoredJob,
         is_new: bool,
     ) -> Result<(bool, Arc<JobHandle>), Fault> {
-        if wanted.placement.epoch > Epoch(1) {
-            check_may_move(&wanted.spec)?;
-        }
         let turn = self.turns.take(&wanted.spec.name).await?;
         blocking(move || self.open_now(wanted, is_new, &turn)).await
     }
@@ -371,11 +368,11 @@ impl Jobs {
         Ok((false, handle))
     }
 
-    /// Names the call that takes a job to the servers that its trainer names, where its shards may move.
+    /// Names the call that takes a job to the servers that its trainer names.
     fn way_to(&self, wanted: &Placement, job: &Job, differs: Fault) -> Fault {
         let placement = job.placement();
         let [ours, theirs] = [&placement, wanted].map(|of| of.addresses().collect::<Vec<_>>().join(","));
-        if wanted.servers.len() == placement.servers.len() || check_may_move(job.spec()).is_err() {
+        if wanted.servers.len() == placement.servers.len() {
             return differs;
         }
         let name = &job.spec().name;

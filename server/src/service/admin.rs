@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant, UNIX_EPOCH},
 };
 
-use longshore_engine::{checkpoint::Store, job::check_may_move, step::Wanted};
+use longshore_engine::{checkpoint::Store, step::Wanted};
 use longshore_proto::{
     Fault, FaultKind, Incarnation, Version,
     limits::{DEFAULT_DEADLINE_MS, MAX_SERVERS},
@@ -200,7 +200,6 @@ impl Services {
 
     fn scale_job(&self, request: v1::ScaleRequest) -> Result<(), Fault> {
         let handle = self.jobs.get(&request.job)?;
-        check_may_move(handle.job.spec())?;
         let servers = request.servers;
         let is_named =
             |(index, address): (usize, &String)| !address.is_empty() && !servers[..index].contains(address);

@@ -7,7 +7,6 @@ use longshore_engine::{
     ids::OwnedShard,
     record::{Joined, Record},
     step::{Awaited, Phase},
-    tier::places,
 };
 use longshore_proto::{
     Commit, Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ServerId, ShardId, Version,
@@ -94,7 +93,7 @@ impl Server {
 
     /// Makes room for a running job that this server takes no part in yet.
     fn begin_anew(self: &Arc<Self>, placement: Placement, server: ServerId) {
-        let state = vec![BTreeMap::new(); places(self.spec(), self.layout(), &placement, server).len()];
+        let state = vec![BTreeMap::new(); self.layout().shards() as usize];
         {
             let mut disk = lock(&self.disk);
             let joined = vec![None; self.spec().world_size as usize];

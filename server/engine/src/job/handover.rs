@@ -5,18 +5,16 @@
 
 use std::{ops::Range, sync::atomic::Ordering};
 
-use longshore_proto::{
-    Epoch, Fault, FaultKind, Incarnation, JobSpec, Placement, Rank, ShardId, Step, Version,
-};
+use longshore_proto::{Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ShardId, Step, Version};
 
-use super::{Job, compute::BLOCK};
+use super::{Job, compute::BLOCK, open::exhausted};
 use crate::{
     admission::Need,
     ids::OwnedShard,
     lock,
     record::{Joined, Record},
     step::{Awaited, Work},
-    tier::{Storage, hands_over},
+    tier::{Storage, without_place_in_tmpfs},
 };
 
 /// Number of the image among the arrays that a handover transfers, after those of the state.
@@ -26,8 +24,7 @@ impl Job {
     /// Takes part in a running job from the version of `record` on, without any shard.
     ///
     /// # Errors
-    /// `Fenced` for another process than rank 0's; `Precondition` if this server owns shards already, or keeps the
-    /// job's state beyond its own process.
+    /// `Fenced` for another process than rank 0's; `Precondition` if this server owns shards already.
     pub fn begin(
         &self,
         incarnation: Incarnation,
@@ -47,7 +44,7 @@ impl Job {
                 joined.iter().for_each(|&joined| self.protocol.tell_joined(rank, joined, false));
             }
             self.protocol.keep_joined()?;
-            durable.start(&record, false).map_err(|fault| self.protocol.fail(fault))?;
+            durable.start(&record).map_err(|fault| self.protocol.fail(fault))?;
         }
         self.finish_load();
         self.protocol.notify();
@@ -131,10 +128,20 @@ impl Job {
         }
     }
 
-    fn free(&self, owned: OwnedShard) {
+    fn reserve_space(&self, owned: OwnedShard) -> Result<(), Fault> {
+        self.tier.state.make_room(owned)?;
+        self.images.make_room(owned).map_err(exhausted)?;
+        self.gradients.make_room(owned)
+    }
+
+    pub(super) fn release_space(&self, owned: OwnedShard) {
         self.tier.state.release(owned);
         self.images.release(owned);
         self.gradients.release(owned);
+    }
+
+    fn free(&self, owned: OwnedShard) {
+        self.release_space(owned);
         let need = self.bytes_of(owned);
         self.reservation.give_back(need.total());
         self.disk_bytes.fetch_sub(need.disk, Ordering::Relaxed);
@@ -153,12 +160,12 @@ impl Job {
             }
         }
         for &shard in shards {
-            let owned = self.protocol.machine().owned_index(shard)?;
+            let place = self.protocol.machine().owned_index(shard);
+            let owned = place.map_err(|_| without_place_in_tmpfs(&self.share.spec.name, shard))?;
             if released.contains(&owned) {
                 let need = self.bytes_of(owned);
                 let reserved = self.reservation.budget().reserve(&need)?;
-                self.tier.state.make_room(owned)?;
-                self.gradients.make_room(owned)?;
+                self.reserve_space(owned).inspect_err(|_| self.release_space(owned))?;
                 self.reservation.add(reserved);
                 self.disk_bytes.fetch_add(need.disk, Ordering::Relaxed);
                 released.remove(&owned);
@@ -178,7 +185,7 @@ impl Job {
             return Need { disk, ..Need::default() };
         }
         // All shards on drives share the buffers.
-        let state = if self.tier.durable.is_some() { 0 } else { need.state };
+        let state = if self.tier.behind.is_some() { 0 } else { need.state };
         Need { transfers: 0, disk, written: 0, buffers: 0, state, ..need }
     }
 
@@ -288,7 +295,6 @@ impl Job {
         if !self.awaits(awaited) {
             return Ok(Vec::new());
         }
-        self.tier.state.seal(owned);
         let is_exact = self.share.spec.max_delay == 0;
         // A spilled image that was sent lies on the drives by now.
         if !self.share.is_frozen(owned) && (is_exact || !self.images.are_spilled()) {
@@ -298,6 +304,7 @@ impl Job {
             }
             self.images.keep(version, image)?;
         }
+        self.tier.state.seal(owned, version, version)?;
         let works = self.protocol.machine().fetched(owned, version);
         self.protocol.notify();
         Ok(works)
@@ -307,15 +314,6 @@ impl Job {
     fn finish_load(&self) {
         lock(&self.load).finish();
     }
-}
-
-/// Refuses a job whose shards cannot move while its ranks train.
-pub fn check_may_move(spec: &JobSpec) -> Result<(), Fault> {
-    if hands_over(spec) {
-        return Ok(());
-    }
-    let remedy = "take the job to other servers with `longshore checkpoint` and --resume";
-    Err(Fault::new(FaultKind::Precondition, "spec.tier", spec.tier, "memory or nvme", remedy))
 }
 
 fn lost(shard: ShardId, version: Version) -> Fault {

@@ -9,7 +9,7 @@ use longshore_proto::{Dtype, Fault, FaultKind, LeftOut, Rule, ShardId, StateArra
 
 use super::{Job, compute::BLOCK, images::image_blocks, share::Share};
 use crate::{
-    ids::{OwnedShard, OwnedShards},
+    ids::OwnedShard,
     kernels::cast,
     lock,
     memory::Region,
@@ -403,12 +403,12 @@ impl Job {
 
     /// Keeps the loaded state in the tier, and opens the job for steps.
     fn start(&self, record: &Record) -> Result<(), Fault> {
-        if let Some(durable) = &self.tier.durable {
-            let older = record.version.0.checked_sub(1).map(Version);
-            let loaded = |older| self.share.trained().all(|owned| self.images.here(owned, older).is_some());
-            durable.start(record, older.is_some_and(loaded))?;
-        }
-        self.compute.blocks(self.share.opened().collect(), |owned| self.tier.state.seal(owned));
+        let older = Version(record.version.0.saturating_sub(1));
+        let loaded = self.share.trained().all(|owned| self.images.here(owned, older).is_some());
+        let oldest = if loaded { older } else { record.version };
+        let seal = |owned| self.tier.state.seal(owned, record.version, oldest);
+        self.compute.blocks(self.share.opened().collect(), seal).into_iter().collect::<Result<(), _>>()?;
+        self.tier.durable.as_ref().map_or(Ok(()), |durable| durable.start(record))?;
         let started = self.protocol.machine().loaded(record.clone());
         self.protocol.notify();
         started.map_err(|refusal| {
@@ -471,19 +471,23 @@ impl Job {
     /// Goes on after a process that was killed at any instant. The steps that it had decided are updated to
     /// the end, from the contributions that it had.
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
-        for owned in self.share.trained() {
-            self.images.found(owned, &kept.shards[owned.index()], self.tier.kept.as_ref())?;
+        let here: Vec<_> =
+            self.share.all().zip(&kept.shards).filter_map(|(owned, of)| Some((owned, (*of)?))).collect();
+        for (owned, shard) in here.iter().filter(|(owned, of)| !of.awaited && !self.share.is_frozen(*owned)) {
+            self.images.found(*owned, shard, self.tier.kept.as_ref())?;
         }
+        // The process before may have ended before it gave their space back.
+        let is_away = |owned: &OwnedShard| kept.shards[owned.index()].is_none();
+        self.share.all().filter(is_away).for_each(|owned| self.release_space(owned));
         lock(&self.load).finish();
         let mut machine = self.protocol.machine();
-        let shards = kept.shards.iter().map(|shard| (shard.version, shard.summed)).collect::<Vec<_>>();
-        let work = machine.resume_updates(kept.records, &shards)?;
+        let work = machine.resume_updates(kept.records, &kept.shards)?;
         let version = machine.version();
         let settled = self.tier.kept.iter().flat_map(|kept| kept.settled());
         for (step, computed_with) in settled.filter(|(step, _)| step.version() > version) {
             machine.was_computed_with(step, computed_with);
         }
-        for (owned, shard) in OwnedShards::all(kept.shards.len()).zip(&kept.shards) {
+        for &(owned, shard) in &here {
             for step in shard.summed {
                 if step.version() <= version || !machine.is_complete(owned, step) {
                     continue;
@@ -493,6 +497,7 @@ impl Job {
             }
         }
         drop(machine);
+        self.make_room(&here.iter().map(|(owned, _)| self.share.shard(*owned)).collect::<Vec<_>>())?;
         tracing::info!(job = %self.share.spec.name, %version, unfinished = work.len(), "recovered");
         self.protocol.leave_unfinished(work);
         Ok(())

@@ -43,7 +43,8 @@ impl Job {
         compute: Arc<Compute>,
         observer: Observer,
     ) -> Result<Job, Fault> {
-        let share = Arc::new(Share::new(spec, placement, server)?);
+        let format = tier::format(&spec, &placement, server, storage)?;
+        let share = Arc::new(Share::new(spec, placement, server, format)?);
         let Share { spec, layout, placement, server, owned, .. } = &*share;
         let need = Need::of(spec, layout, &placement.held(*server), storage);
         let reservation = budget.reserve(&need)?;
@@ -60,8 +61,10 @@ impl Job {
         let mut unopened = Unopened(made);
         let space = space.or_else(|| Some(Space::of_tier(buffers?, spec)));
         let space = space.expect("a tier that keeps the buffers gives their memory");
+        // An earlier process has left the buffers of the shards that it had.
+        let is_new = !matches!(recovered, Recovered::Interrupted(_));
         let Buffers { images, gradients, shared } =
-            Buffers::over(space, &share, compute.pool()).map_err(exhausted)?;
+            Buffers::over(space, &share, is_new, compute.pool()).map_err(exhausted)?;
         let window = storage.spills(spec).then(|| Window::allocate(&share, storage, compute.pool()));
         let window = window.transpose().map_err(exhausted)?;
         let files = tier.gradients.take();
@@ -111,12 +114,13 @@ impl Drop for Unopened {
 /// See [`tier::inspect::inspect`].
 pub fn inspect(folder: &Path) -> Result<Report, Fault> {
     tier::inspect::inspect(folder, |header| {
-        let share = Share::new(header.spec.clone(), header.placement.clone(), header.server)?;
+        let (spec, placement) = (header.spec.clone(), header.placement.clone());
+        let share = Share::new(spec, placement, header.server, header.format)?;
         Ok(Space::bytes(&share) as u64)
     })
 }
 
-fn exhausted(error: AllocationError) -> Fault {
+pub(super) fn exhausted(error: AllocationError) -> Fault {
     Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
 }
 
@@ -249,9 +253,14 @@ fn bytes_of(sizes: &[Size]) -> impl Iterator<Item = usize> {
     sizes.iter().map(|size| size.bytes)
 }
 
-fn carve(slab: Slab, sizes: &[Size], pool: &ThreadPool) -> Result<IntoIter<Region>, AllocationError> {
+fn carve(
+    slab: Slab,
+    sizes: &[Size],
+    is_new: bool,
+    pool: &ThreadPool,
+) -> Result<IntoIter<Region>, AllocationError> {
     let bytes: Vec<usize> = bytes_of(sizes).collect();
-    Ok(slab.carve_touching(&bytes, |region| sizes[region].used, pool)?.into_iter())
+    Ok(slab.carve_touching(&bytes, |region| is_new && sizes[region].used, pool)?.into_iter())
 }
 
 /// The sizes of the two images of each shard, and last the size of all version stamps. An element has `bytes` bytes.
@@ -286,17 +295,22 @@ fn sizes(share: &Share, widths: Widths, apart: bool) -> Vec<Size> {
 }
 
 impl Buffers {
-    /// `pool` is the threads that will work on the buffers.
-    fn over(space: Space, share: &Share, pool: &ThreadPool) -> Result<Buffers, AllocationError> {
+    /// `pool` is the threads that will work on the buffers. If `is_new`, those that are used from the start are touched.
+    fn over(
+        space: Space,
+        share: &Share,
+        is_new: bool,
+        pool: &ThreadPool,
+    ) -> Result<Buffers, AllocationError> {
         let slots = share.spec.gradient_slots();
         let mut apart = Vec::new().into_iter();
         let sizes = sizes(share, space.widths, space.shared.is_some());
         let mut shared = None;
         if let Some((slab, file)) = space.shared {
-            apart = carve(slab, &image_sizes(share, space.widths.image), pool)?;
+            apart = carve(slab, &image_sizes(share, space.widths.image), is_new, pool)?;
             shared = Some(file);
         }
-        let mut regions = carve(space.slab, &sizes, pool)?;
+        let mut regions = carve(space.slab, &sizes, is_new, pool)?;
         let stamps = if shared.is_some() { apart.next_back() } else { regions.next_back() };
         let stamps = Arc::new(AtomicWords::new(stamps.expect("one region was carved for the stamps")));
         let mut next = || regions.next().expect("one region was carved for each size");

@@ -25,9 +25,16 @@ pub(super) struct Share {
 }
 
 impl Share {
+    /// `format` is that of the tier's store.
+    ///
     /// # Errors
     /// For a spec, a placement or a server that no job can have.
-    pub(super) fn new(spec: JobSpec, placement: Placement, server: ServerId) -> Result<Share, Fault> {
+    pub(super) fn new(
+        spec: JobSpec,
+        placement: Placement,
+        server: ServerId,
+        format: u32,
+    ) -> Result<Share, Fault> {
         let layout = spec.validate()?;
         placement.validate(layout.shards())?;
         if server.0 as usize >= placement.servers.len() {
@@ -44,7 +51,7 @@ impl Share {
             let remedy = "give each shard of a job with replicas one";
             return Err(Fault::invalid("placement.replicas", placement.replicas.len(), limit, remedy));
         }
-        let owned = tier::places(&spec, &layout, &placement, server);
+        let owned = tier::places(&layout, &placement, server, format);
         let opened = OwnedShards::all(owned.len()).zip(&owned);
         let opened = opened.filter(|(_, shard)| placement.holds(server, **shard)).map(|(index, _)| index);
         let opened = opened.collect();

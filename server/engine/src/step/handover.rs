@@ -17,12 +17,8 @@ use super::{
 };
 use crate::{
     ids::{OwnedShard, OwnedShards},
-    record::{Joined, Record},
+    record::{Joined, Record, is_handed},
 };
-
-/// Versions after a shard's last one here, until its state is freed. The next owner must have it by then: every rank
-/// has computed with a version that the next owner made. One more is kept.
-const HELD: u64 = 3;
 
 /// A shard whose state is on its way to this server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -320,9 +316,7 @@ impl Machine {
     }
 
     fn is_handed(&self, owned: OwnedShard) -> bool {
-        let oldest = self.version.0.saturating_sub(HELD + u64::from(self.spec.max_delay));
-        let span = &self.shards[owned.index()].span;
-        !span.is_empty() && span.end <= oldest
+        is_handed(&self.shards[owned.index()].span, self.version, self.spec.max_delay)
     }
 
     /// Forgets a shard that was handed over: this server has nothing of it any more. Returns false, and changes

@@ -19,7 +19,7 @@ use longshore_proto::{
 use super::{refusal::Refusal, shard::ShardProgress};
 use crate::{
     ids::{Contributor, GradientSlot, OwnedShard, OwnedShards},
-    record::{Joined, Record, Standing},
+    record::{Joined, KeptShard, Record, Standing},
 };
 
 /// Number of commits kept for ranks that ask late. A living rank is at most two steps behind, and a rank that
@@ -273,31 +273,40 @@ impl Machine {
     }
 
     /// Goes on after a restart that lost neither state nor contributions. `records` are the last decided
-    /// steps, oldest first. The other arguments are the version of each shard, and the last steps that are
-    /// all summed there. Returns the updates that remain.
+    /// steps, oldest first. `kept` has the shards that are here or on their way. Returns the updates that remain and
+    /// can run by now.
     pub fn resume_updates(
         &mut self,
         records: Vec<Record>,
-        shards: &[(Version, [Step; 2])],
+        kept: &[Option<KeptShard>],
     ) -> Result<Vec<Work>, Refusal> {
         self.check_loading()?;
+        let placement = records.last().and_then(|record| record.placement.clone());
         self.begin(records);
-        let oldest = shards.iter().map(|(version, _)| version.0).min().unwrap_or(self.version.0);
+        placement.into_iter().for_each(|placement| self.recover_placement(placement));
         let newest = self.version.0 + self.spec.gradient_slots() as u64;
-        for (shard, (version, summed)) in self.shards.iter_mut().zip(shards) {
-            shard.version = *version;
-            let decided = (version.0 + 1..=self.version.0).map(Step);
-            let summed = summed.iter().filter(|step| (self.version.0 + 1..=newest).contains(&step.0));
+        let mut oldest = self.version.0;
+        for (shard, kept) in self.shards.iter_mut().zip(kept) {
+            let Some(kept) = kept else {
+                (shard.span, shard.awaited) = (NOT_OWNED, false);
+                continue;
+            };
+            (shard.version, shard.awaited) = (kept.version, kept.awaited);
+            oldest = oldest.min(kept.version.0);
+            let last = self.version.0.min(shard.span.end.saturating_sub(1));
+            let decided = (kept.version.0 + 1..=last).map(Step);
+            let summed = kept.summed.iter().filter(|step| (self.version.0 + 1..=newest).contains(&step.0));
             for step in decided.chain(summed.copied()) {
                 shard.slot_mut(step).take_over(step, self.spec.micro_steps);
             }
         }
-        let first = |step: Step| {
-            let behind = self.shards.iter().position(|shard| shard.version < step.version());
-            behind.map(OwnedShard)
-        };
         let steps = (oldest + 1..=self.version.0).map(Step);
-        Ok(steps.filter_map(|step| first(step).map(|owned| Work::Update { owned, step })).collect())
+        let next = |step: Step| {
+            let is_behind = |shard: &ShardProgress| shard.span.contains(&step.0) && shard.version.0 < step.0;
+            let behind = self.shards.iter().position(is_behind).map(OwnedShard)?;
+            self.next_update(behind, step)
+        };
+        Ok(steps.filter_map(next).collect())
     }
 
     /// Takes up the processes that had joined before a restart. Members take part as before, and replaced

@@ -15,7 +15,7 @@ use super::{
 use crate::{
     ids::OwnedShard,
     memory::Slab,
-    record::{Joined, Record},
+    record::{Joined, KeptShard, Record},
 };
 
 /// The state of a server's shards of one job. The objects that are there decide the job's behaviour, and no
@@ -66,16 +66,8 @@ pub enum Recovered {
 pub struct Interrupted {
     /// The records of the last one or two decided steps, oldest first.
     pub records: Vec<Record>,
-    pub shards: Vec<KeptShard>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KeptShard {
-    pub version: Version,
-    /// True if the image of the version before is whole.
-    pub older_image: bool,
-    /// The steps whose contributions are all summed, by parity. Some of them may be decided.
-    pub summed: [Step; 2],
+    /// By place. None: another server has the shard.
+    pub shards: Vec<Option<KeptShard>>,
 }
 
 /// The core, which every tier has. State is handed to closures, so that a tier can read it before and write
@@ -109,8 +101,11 @@ pub trait Tier: Send + Sync {
     /// Frees memory and space of a shard that another server owns by now. Its next load may come at any time.
     fn release(&self, _: OwnedShard) {}
 
-    /// Takes checksums of a shard whose state is whole now. The next updates compare them.
-    fn seal(&self, _: OwnedShard) {}
+    /// A shard's state of `version` is whole now, and its images from `oldest` on. Takes checksums, which the next
+    /// updates compare.
+    fn seal(&self, _: OwnedShard, _version: Version, _oldest: Version) -> Result<(), Fault> {
+        Ok(())
+    }
 
     /// Runs the update that makes `version` of a shard that is trained.
     fn update(
@@ -129,9 +124,8 @@ pub trait Together: Send + Sync {
 
 /// A tier gives this if the server's next process finds the state.
 pub trait Durable: Send + Sync {
-    /// All shards are loaded, and `older_images` if each of them got an image of the version before. The tier keeps
-    /// this version before it returns.
-    fn start(&self, record: &Record, older_images: bool) -> Result<(), Fault>;
+    /// All shards are loaded and sealed. The tier keeps this version before it returns.
+    fn start(&self, record: &Record) -> Result<(), Fault>;
 
     /// A step is decided. Called before anyone is told so.
     fn decide(&self, record: &Record) -> Result<(), Fault>;

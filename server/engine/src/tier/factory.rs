@@ -6,7 +6,7 @@ use super::{
     Header,
     contract::Opened,
     fault::corrupt,
-    folder::Folder,
+    folder::{ALL_PLACES, Folder},
     inspect::{KeptBuffers, Report},
     memory, nvme, shm,
     state::Shape,
@@ -23,17 +23,21 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
     match spec.tier {
         TierKind::Memory => in_dram,
         // Files in a tmpfs take DRAM.
-        TierKind::Shm => StoreNeed { buffers: shm::overhead(spec, layout, owned), ..in_dram },
+        TierKind::Shm => StoreNeed { buffers: shm::overhead(spec, layout), ..in_dram },
         TierKind::Nvme => nvme::need(spec, layout, owned, storage),
     }
 }
 
-/// The shards for which a server has a place, in forward order. In memory a place is address space and on drives a part
-/// of a sparse file, which any shard has; elsewhere the shards that the server is opened with have one.
-pub fn places(spec: &JobSpec, layout: &Layout, placement: &Placement, server: ServerId) -> Vec<ShardId> {
+/// Format of the store that a server has of a job, or makes, as far as [`places`](super::places) depend on it.
+pub(crate) fn format(
+    spec: &JobSpec,
+    placement: &Placement,
+    server: ServerId,
+    storage: &Storage,
+) -> Result<u32, Fault> {
     match spec.tier {
-        TierKind::Memory | TierKind::Nvme => (0..layout.shards()).map(ShardId).collect(),
-        TierKind::Shm => placement.owned(server),
+        TierKind::Shm => shm::format(spec, placement, server, storage),
+        TierKind::Memory | TierKind::Nvme => Ok(ALL_PLACES),
     }
 }
 
@@ -42,14 +46,6 @@ pub fn keeps_buffers(spec: &JobSpec) -> bool {
     match spec.tier {
         TierKind::Shm => true,
         TierKind::Memory | TierKind::Nvme => false,
-    }
-}
-
-/// Returns true if shards of the job move between servers while its ranks train.
-pub fn hands_over(spec: &JobSpec) -> bool {
-    match spec.tier {
-        TierKind::Memory | TierKind::Nvme => true,
-        TierKind::Shm => false,
     }
 }
 

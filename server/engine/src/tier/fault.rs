@@ -2,7 +2,7 @@
 
 use std::{fmt, io, path::Path};
 
-use longshore_proto::{Fault, FaultKind};
+use longshore_proto::{Fault, FaultKind, JobName, ShardId};
 
 use crate::memory::AllocationError;
 
@@ -64,6 +64,18 @@ pub(super) fn conflict(
 
 pub(super) fn internal(value: impl fmt::Display, limit: impl fmt::Display) -> Fault {
     Fault::new(FaultKind::Internal, FIELD, value, limit, "report this as a defect of Longshore")
+}
+
+/// Returns the fault of a shard for which a store of an earlier version has no place.
+pub(super) fn without_place(store: impl fmt::Display, shard: ShardId) -> Fault {
+    let value = format!("{store} (format 1: without a place for {shard})");
+    let remedy = "name servers that are new to the job; or checkpoint it, and restore it on other servers";
+    Fault::new(FaultKind::Precondition, FIELD, value, "a store of format 2", remedy)
+}
+
+/// As [`without_place`], for the files of a job in a tmpfs.
+pub(crate) fn without_place_in_tmpfs(job: &JobName, shard: ShardId) -> Fault {
+    named(SHM_FIELD)(without_place(job, shard))
 }
 
 /// The host has less memory than its budget promised.

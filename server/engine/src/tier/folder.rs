@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Placement, ServerId, TierKind};
+use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Layout, Placement, ServerId, ShardId, TierKind};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
@@ -38,7 +38,7 @@ const WHOLE: &str = "restore a checkpoint into a fresh state directory; this fol
 pub struct Header {
     /// As the first line has it.
     #[serde(skip)]
-    pub(super) format: u32,
+    pub(crate) format: u32,
     /// Number of the store, the same in all its folders and records. The number tells another store's files
     /// from its own.
     pub store: u64,
@@ -64,6 +64,15 @@ struct Envelope {
     format: String,
     format_version: u32,
     blake3: String,
+}
+
+/// The shards for which a server has a place, in forward order. A place is address space, or part of a sparse file. Files
+/// of format 1 have places for the shards alone that they were made with.
+pub(crate) fn places(layout: &Layout, placement: &Placement, server: ServerId, format: u32) -> Vec<ShardId> {
+    match format {
+        ALL_PLACES.. => (0..layout.shards()).map(ShardId).collect(),
+        _ => placement.owned(server),
+    }
 }
 
 /// A folder that no other process may use while this lives.

@@ -45,8 +45,7 @@ pub(super) fn open(inputs: &Inputs<'_>, pool: &ThreadPool) -> Result<Opened, Fau
     let touched = sizes.iter().zip(used.iter().flat_map(|used| [used; 3])).filter(|(_, used)| **used);
     let bytes = [Slab::bytes_for(sizes.iter().copied()), Slab::bytes_for(touched.map(|(size, _)| *size))];
     let slab = Slab::allocate_sparse(bytes[0], bytes[1]).map_err(exhausted)?;
-    let regions = slab.carve_touching(&sizes, |region| used[region / 3], pool).map_err(exhausted)?;
-    let mut tier = MemoryTier::of(regions, shapes);
+    let mut tier = MemoryTier::over(slab, &lengths, shapes, &used, pool).map_err(exhausted)?;
     if inputs.spec.replicas > 1 {
         let blocks = lengths.iter().map(|&length| length / BLOCK_ELEMENTS as usize);
         tier.sums = blocks.map(|blocks| (0..blocks).map(|_| AtomicU64::new(0)).collect()).collect();
@@ -61,19 +60,16 @@ impl MemoryTier {
         Slab::bytes_for(sizes(lengths, shapes))
     }
 
-    /// `lengths` has the elements of each owned shard, and `shapes` the layout of its arrays. `pool` will update
-    /// the shards.
+    /// `lengths` has the elements of each shard, and `shapes` the layout of its arrays. Those that are `used` are
+    /// touched. `pool` will update the shards.
     pub(super) fn over(
         slab: Slab,
         lengths: &[usize],
         shapes: Vec<Shape>,
+        used: &[bool],
         pool: &ThreadPool,
     ) -> Result<MemoryTier, AllocationError> {
-        Ok(MemoryTier::of(slab.carve(&sizes(lengths, &shapes), pool)?, shapes))
-    }
-
-    /// `regions` has three arrays for each shard.
-    fn of(regions: Vec<Region>, shapes: Vec<Shape>) -> MemoryTier {
+        let regions = slab.carve_touching(&sizes(lengths, &shapes), |region| used[region / 3], pool)?;
         let mut regions = regions.into_iter();
         let mut shards = Vec::with_capacity(shapes.len());
         while let (Some(master), Some(first), Some(second)) = (regions.next(), regions.next(), regions.next())
@@ -81,7 +77,7 @@ impl MemoryTier {
             shards.push(Mutex::new([master, first, second]));
         }
         let sums = shapes.iter().map(|_| Sums::default()).collect();
-        MemoryTier { shapes, shards, sums }
+        Ok(MemoryTier { shapes, shards, sums })
     }
 }
 
@@ -123,10 +119,15 @@ impl Tier for MemoryTier {
         Ok(())
     }
 
-    fn seal(&self, owned: OwnedShard) {
+    fn seal(&self, owned: OwnedShard, _: Version, _: Version) -> Result<(), Fault> {
         let (shard, sums) = (lock(&self.shards[owned.index()]), &self.sums[owned.index()]);
         let state = StateRef::new(self.shapes[owned.index()], shard.each_ref().map(Region::bytes));
         (0..sums.len()).for_each(|block| sums.end(block, 0, state.block(block), &[]));
+        Ok(())
+    }
+
+    fn make_room(&self, owned: OwnedShard) -> Result<(), Fault> {
+        lock(&self.shards[owned.index()]).iter().try_for_each(Region::reserve).map_err(exhausted)
     }
 
     fn release(&self, owned: OwnedShard) {

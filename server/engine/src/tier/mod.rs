@@ -18,11 +18,14 @@ mod stored;
 
 pub use claim::{Claim, give_up_missing};
 pub use contract::{
-    Durable, ImageAge, ImageStore, Interrupted, KeptMemory, KeptShard, Opened, Recovered, Store, Taken, Tier,
-    Together, WriteBehind,
+    Durable, ImageAge, ImageStore, Interrupted, KeptMemory, Opened, Recovered, Store, Taken, Tier, Together,
+    WriteBehind,
 };
-pub use factory::{hands_over, keeps_buffers, need, open, places};
+pub(crate) use factory::format;
+pub use factory::{keeps_buffers, need, open};
+pub(crate) use fault::without_place_in_tmpfs;
 pub use folder::Header;
+pub(crate) use folder::places;
 pub use gradients::{GradientId, GradientStore, Kind, Moved, Transfer};
 pub use state::{Guard, Guarded, Shape, StateMut, StateRef, Turn};
 pub use storage::{DEFAULT_BUFFERS, Inputs, Spill, Storage, StoreNeed};

@@ -385,7 +385,7 @@ impl Cluster {
         let job = self.jobs.remove(server);
         let (placement, number) = (job.opened_with().clone(), job.server());
         drop(Arc::into_inner(job).expect("the only user"));
-        for dir in &self.storages[server].dirs {
+        for dir in self.storages[server].folders() {
             let folder = format!("{}/server-{}-of-{}", self.spec.name, number.0, placement.servers.len());
             let deadline = soon();
             let report = loop {
@@ -398,18 +398,19 @@ impl Cluster {
                 }
             };
             let damaged = report.versions.iter().find(|of| of.version >= before && !of.damaged.is_empty());
-            assert!(damaged.is_none(), "{damaged:?}");
+            assert!(damaged.is_none() && report.damage.is_empty(), "{report:?}");
         }
         let at_most = steps_back.then_some(before);
         let storage = Storage { at_most, ..self.storages[server].clone() };
         let job = self.open_one(placement, number, &storage);
-        self.works[server].clear();
+        self.works[server] = job.protocol.take_unfinished().into();
         self.arrivals[server] = arrivals(&job);
         self.jobs.insert(server, Arc::new(job));
     }
 
-    /// Copies the first shard that a server awaits and another has ready. Returns false if there is none.
-    pub(crate) fn fetch(&mut self, server: usize) -> bool {
+    /// Copies the first shard that a server awaits and another has ready, or its first `pieces`. Returns false if there is
+    /// none.
+    pub(crate) fn fetch(&mut self, server: usize, mut pieces: usize) -> bool {
         let source = |awaited: &Awaited| &self.jobs[awaited.source.0 as usize];
         let is_ready = |it: &Awaited| {
             if self.lost.contains(&(it.source.0 as usize)) {
@@ -423,6 +424,10 @@ impl Cluster {
         for (array, length) in (0..).zip(source.handed_bytes(awaited.shard).unwrap()) {
             let piece = if array == IMAGE { 4 * BLOCK } else { 100_000 };
             for start in (0..length).step_by(piece) {
+                if pieces == 0 {
+                    return true;
+                }
+                pieces -= 1;
                 let bytes = start..length.min(start + piece);
                 let bytes = source.read_handed(awaited.shard, awaited.version, array, bytes).unwrap();
                 job.write_fetched(&awaited, array, start, &bytes).unwrap();

@@ -6,13 +6,13 @@ use longshore_engine::{
     job::inspect,
     tier::{Spill, Storage},
 };
-use longshore_proto::{FaultKind, Formats, JobSpec, MasterFormat, StateFormat, TierKind, Version};
+use longshore_proto::{FaultKind, Formats, JobSpec, MasterFormat, ServerId, StateFormat, TierKind, Version};
 
 use super::{
-    BLOCK, Dirs, check,
+    BLOCK, Cluster, Dirs, check,
     common::Noise,
     disk::{Disks, Image},
-    need_on, open, references, run_steps, small, started,
+    host, need_on, open, references, run_steps, small, started, weights,
 };
 
 const RECORDS: u64 = 4 << 20;
@@ -233,4 +233,35 @@ fn state_of_tier_shm_that_cannot_be_read_is_refused_and_left_as_it_is() {
     assert!(fault.remedy.starts_with("start the newer version"), "{fault}");
     progress.write_all_at(&before, 0).unwrap();
     assert_eq!(open(&spec, storage).unwrap().hash(), hash);
+}
+
+/// A store of tier `shm` in format 1 has places for the shards alone that it was made with.
+#[test]
+fn a_tmpfs_store_of_format_1_goes_on_and_takes_no_other_shard() {
+    let spec = JobSpec { tier: TierKind::Shm, ..small(1) };
+    let dirs = Dirs::new(0);
+    let open = || Cluster::try_open(&spec, 2, &host(), &dirs.storage).unwrap();
+    drop(open());
+    let homes = [0, 1].map(|server| dirs.of(TierKind::Shm).join(format!("test/server-{server}-of-2")));
+    // A store that was never loaded is made anew in its format.
+    for home in &homes {
+        let header = fs::read_to_string(home.join("header.json")).unwrap();
+        let older = header.replacen("\"format_version\":2", "\"format_version\":1", 1);
+        assert_ne!(older, header);
+        fs::write(home.join("header.json"), older).unwrap();
+    }
+    let mut cluster = open();
+    cluster.join(0);
+    cluster.upload(&weights(&spec, 1));
+    run_steps(&mut cluster, 1..=3);
+    let hash = cluster.hash();
+    drop(cluster);
+    homes.iter().for_each(|home| assert!(inspect(home).unwrap().is_whole()));
+    let cluster = open();
+    assert_eq!(cluster.hash(), hash);
+    let [here, elsewhere] = [0, 1].map(|server| cluster.placement.owned(ServerId(server)));
+    assert_eq!(cluster.jobs[0].make_room(&here), Ok(()));
+    let fault = cluster.jobs[0].make_room(&elsewhere).unwrap_err();
+    assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Precondition, "shm_dir"));
+    assert!(fault.value.contains("format 1: without a place for shard 1"), "{fault}");
 }

@@ -8,7 +8,7 @@ use longshore_proto::Dtype;
 use super::super::compute::BLOCK;
 use crate::{
     kernels::{Gradient, Isa, Statistics, accumulate, accumulate_statistics, statistics, widen},
-    memory::{Region, Source},
+    memory::{AllocationError, Region, Source},
 };
 
 /// The alignment at which vector loads do not cross cache lines.
@@ -38,6 +38,11 @@ pub(in crate::job) struct Contribution {
 impl Contribution {
     pub(in crate::job) fn new(region: Region) -> Contribution {
         Contribution { region, lent: None, statistics: Vec::new(), sums: Vec::new(), left_out: Vec::new() }
+    }
+
+    /// Reserves the space of the job's own memory in a file that outlives the process.
+    pub(super) fn reserve(&self) -> Result<(), AllocationError> {
+        self.region.reserve()
     }
 
     /// Frees the job's own memory until something is copied into it.

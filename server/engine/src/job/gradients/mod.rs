@@ -14,7 +14,7 @@ pub(super) use self::{
     spilled::{SpilledGradients, Staged},
     sum::{first_nonfinite, take_sums},
 };
-use super::{compute::Compute, share::Share};
+use super::{compute::Compute, open::exhausted, share::Share};
 use crate::{
     ids::{Contributor, GradientSlot, OwnedShard},
     kernels::Statistics,
@@ -113,9 +113,14 @@ impl Gradients {
         used.for_each(|rank| lock(rank).give_back());
     }
 
-    /// Reserves space on the drives for the gradients of a shard that shall come to this server.
+    /// Reserves space in files for the gradients of a shard that shall come to this server.
     pub(super) fn make_room(&self, owned: OwnedShard) -> Result<(), Fault> {
-        self.spilled.as_ref().map_or(Ok(()), |spilled| spilled.files().make_room(owned))
+        self.spilled.as_ref().map_or(Ok(()), |spilled| spilled.files().make_room(owned))?;
+        let Some(shard) = self.shards.get(owned.index()) else { return Ok(()) };
+        let mut contributions = shard.contributions.iter().flatten();
+        contributions.try_for_each(|contribution| lock(contribution).reserve()).map_err(exhausted)?;
+        let mut sums = shard.accumulators.iter().flatten();
+        sums.try_for_each(|sum| lock(sum).reserve()).map_err(exhausted)
     }
 
     /// Frees the memory and space of a shard's gradients, which another server takes from now on.

@@ -97,6 +97,10 @@ impl Image {
         &mut self.region
     }
 
+    pub(in crate::job) fn reserve(&self) -> Result<(), AllocationError> {
+        self.region.reserve()
+    }
+
     /// Withdraws the image, and frees its memory until the next one is made.
     pub(in crate::job) fn release(&mut self) {
         if let Err(error) = self.overwrite().give_back() {

@@ -13,8 +13,9 @@ pub(super) use self::image::{Image, Window, image_blocks, window_need};
 use super::share::Share;
 use crate::{
     ids::OwnedShard,
-    memory::SharedFile,
-    tier::{ImageAge, ImageStore, KeptMemory, KeptShard, Store, Tier},
+    memory::{AllocationError, SharedFile},
+    record::KeptShard,
+    tier::{ImageAge, ImageStore, KeptMemory, Store, Tier},
 };
 
 /// The images of the owned shards. Each has a lock of its own.
@@ -224,6 +225,12 @@ impl Images {
             image.set(Some(version));
         }
         Ok(())
+    }
+
+    /// Reserves the space of a shard's images in a file that outlives the process.
+    pub(super) fn make_room(&self, owned: OwnedShard) -> Result<(), AllocationError> {
+        let mut images = self.shards.get(owned.index()).into_iter().flatten();
+        images.try_for_each(|image| image.read().unwrap_or_else(PoisonError::into_inner).reserve())
     }
 
     /// Frees the memory of a shard's images, which another server makes from now on.

@@ -86,7 +86,7 @@ impl BenchStore {
         for owned in store.shards() {
             store.tier.load(owned, &mut |mut state| state.f32().master.fill(1.0))?;
         }
-        store.tier.start(&Record::new(Version(0), 0, None), false)?;
+        store.tier.start(&Record::new(Version(0), 0, None))?;
         Ok(store)
     }
 

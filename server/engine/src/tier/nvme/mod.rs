@@ -254,7 +254,7 @@ impl Tier for NvmeTier {
 }
 
 impl Durable for NvmeTier {
-    fn start(&self, record: &Record, _older_images: bool) -> Result<(), Fault> {
+    fn start(&self, record: &Record) -> Result<(), Fault> {
         let may_lack = record.placement.is_some();
         self.pager.write_loaded(may_lack).map_err(|fault| self.pager.fail(fault))?;
         let slots = self.pager.lock().slots;

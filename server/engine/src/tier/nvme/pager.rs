@@ -15,7 +15,7 @@ use longshore_proto::{Fault, FaultKind, ServerId, Version};
 use super::{
     super::{
         contract::Taken,
-        fault::{FIELD, corrupt, internal, io},
+        fault::{FIELD, corrupt, internal, io, without_place},
     },
     debts::Debts,
     plan::{Apart, IMAGE_SLOTS, STATE_SLOTS, Slots, StorePlan},
@@ -675,10 +675,7 @@ impl ShardPager {
         let place = &self.plan.shards[owned.index()];
         let disk = &self.disks[place.file];
         if place.position.is_none() {
-            let value = format!("{} (format 1: without a place for {})", disk.path().display(), place.shard);
-            let remedy =
-                "name servers that are new to the job; or checkpoint it, and restore it on other servers";
-            return Err(Fault::new(FaultKind::Precondition, FIELD, value, "a store of format 2", remedy));
+            return Err(without_place(disk.path().display(), place.shard));
         }
         self.lock().entries[owned.index()].released_at = None;
         let mut parts = self.plan.space(owned).into_iter();

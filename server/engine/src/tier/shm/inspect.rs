@@ -10,21 +10,25 @@ use std::{
     path::Path,
 };
 
-use longshore_proto::{Fault, Version};
+use longshore_proto::Fault;
 
 use super::{
     super::{
         fault::io,
-        folder::{Folder, Header},
+        folder::{Folder, Header, places},
         inspect::{KeptBuffers, Report, VersionReport},
         record::{Found, RECORD_BYTES},
     },
     SHARD_WORDS, SUM_WORDS, UNDO_SLOTS, UNDO_WORDS,
     open::Sizes,
-    records::{check_words, read_frame},
+    records::{kept, read_frame},
     sum,
 };
-use crate::{ids::OwnedShards, memory::Slab, record::Record};
+use crate::{
+    ids::OwnedShards,
+    memory::Slab,
+    record::{KeptShard, Record},
+};
 
 const WORD: usize = size_of::<u64>();
 
@@ -35,7 +39,7 @@ pub(in crate::tier) fn inspect(
 ) -> Result<Report, Fault> {
     let layout = header.spec.validate()?;
     header.placement.validate(layout.shards())?;
-    let owned = header.placement.owned(header.server);
+    let owned = places(&layout, &header.placement, header.server, header.format);
     let sizes = Sizes::new(&header.spec, &layout, &owned, 0);
     let files = [
         ("state", sizes.state as u64),
@@ -58,15 +62,14 @@ pub(in crate::tier) fn inspect(
     }
     let path = folder.path.join("progress");
     let file = File::open(&path).map_err(io("open", &path))?;
-    take_records(&mut report, &file, &path)?;
-    if !report.versions.is_empty() {
-        let words = read_words(&file, &path, &sizes)?;
-        let versions: Vec<Version> = report.versions.iter().map(|version| version.version).collect();
-        let why = check_words(&words, &sizes, &versions);
-        report.damage.extend(why.map(|why| format!("{} ({why})", path.display())));
-        if report.damage.is_empty() {
-            report.damage.extend(damaged_block(&folder.path.join("state"), &file, &sizes, &words)?);
+    let records = take_records(&mut report, &file, &path)?;
+    let words = read_words(&file, &path, &sizes)?;
+    match kept(&words, &sizes, &report.header, &records) {
+        Ok(kept) => {
+            let damage = damaged_block(&folder.path.join("state"), &file, &sizes, &words, &kept)?;
+            report.damage.extend(damage);
         }
+        Err(why) => report.damage.push(format!("{} ({why})", path.display())),
     }
     Ok(report)
 }
@@ -83,28 +86,30 @@ fn too_short(path: &Path, needed: u64) -> Result<Option<String>, Fault> {
     }
 }
 
-fn take_records(report: &mut Report, file: &File, path: &Path) -> Result<(), Fault> {
+/// Returns the whole records, oldest first.
+fn take_records(report: &mut Report, file: &File, path: &Path) -> Result<Vec<Record>, Fault> {
+    let mut records = Vec::<Record>::new();
     let mut area = vec![0; RECORD_BYTES];
     for parity in 0..2 {
         file.read_exact_at(&mut area, parity * RECORD_BYTES as u64).map_err(io("read", path))?;
-        match read_frame::<Record>(&area) {
+        match read_frame(&area) {
             Found::Blank => {}
-            Found::Valid(record) => {
-                report.records += 1;
-                report.versions.push(VersionReport {
-                    version: record.version,
-                    applied: record.applied,
-                    state_slot: 0,
-                    blocks: 0,
-                    damaged: Vec::new(),
-                });
-            }
+            Found::Valid(record) => records.push(record),
             Found::Broken(why) => report.broken_records.push(format!("{} ({why})", path.display())),
             Found::Refused(fault) => return Err(fault),
         }
     }
-    report.versions.sort_by_key(|version| version.version);
-    Ok(())
+    records.sort_by_key(|record| record.version);
+    report.records = records.len();
+    let version = |&Record { version, applied, .. }: &Record| VersionReport {
+        version,
+        applied,
+        state_slot: 0,
+        blocks: 0,
+        damaged: Vec::new(),
+    };
+    report.versions = records.iter().map(version).collect();
+    Ok(records)
 }
 
 /// The words follow the two records.
@@ -121,6 +126,7 @@ fn damaged_block(
     progress: &File,
     sizes: &Sizes,
     words: &[u64],
+    kept: &[Option<KeptShard>],
 ) -> Result<Option<String>, Fault> {
     let (shards, blocks) = (sizes.lengths.len(), sizes.blocks[sizes.lengths.len()]);
     let (versions, undo) = words[shards * SHARD_WORDS..].split_at(blocks);
@@ -138,7 +144,8 @@ fn damaged_block(
             at += Slab::bytes_for([bytes]);
             (at - Slab::bytes_for([bytes])) as u64
         });
-        for (index, block) in range.enumerate() {
+        let is_here = kept.get(owned.index()).copied().flatten().is_some_and(|kept| !kept.awaited);
+        for (index, block) in range.enumerate().filter(|_| is_here) {
             let word = block * SUM_WORDS + (versions[block] % 2) as usize;
             let kept = u64::from_ne_bytes(sums.as_chunks::<WORD>().0[word]);
             let mut parts = shape.block().map(|bytes| vec![0; bytes]);

@@ -21,7 +21,7 @@ use longshore_proto::{Fault, Incarnation, Rank, Step, Version, limits::BLOCK_ELE
 
 pub(super) use self::{
     inspect::inspect,
-    open::{open, overhead},
+    open::{format, open, overhead},
 };
 use self::{records::damaged, undo::Undo};
 use super::{
@@ -59,7 +59,9 @@ const WORLD_SIZE_SHIFT: u32 = 48;
 
 /// The job's arrays, and the order in which they are changed.
 ///
-/// Files, in the job's folder, mode 0600, native byte order (a tmpfs goes nowhere else):
+/// Files, in the job's folder, mode 0600, native byte order (a tmpfs goes nowhere else). Every shard of the job has a
+/// place in them, which is a hole unless the shard is here. In format 1 only the shards that the files were made with
+/// have one.
 ///
 /// ```text
 /// header.json  whose folder it is (tier/folder.rs)
@@ -88,6 +90,10 @@ const WORLD_SIZE_SHIFT: u32 = 48;
 /// left: its update happened once. A shard whose version begun is not done has lost its older image, over
 /// which the new one was being written. A step that is summed and not decided stays summed: another server
 /// may know its decision. Perhaps nobody is left who could send the gradients again.
+///
+/// **Moving** a shard stores nothing but its words. The newest record's placement says which shards are this server's. A
+/// shard that comes is on its way until its version done is at least the one to be fetched, and is fetched again then.
+/// Words of a shard that has left are of no use to anyone.
 pub(super) struct ShmTier {
     memory: MemoryTier,
     words: AtomicWords,
@@ -162,6 +168,31 @@ impl Tier for ShmTier {
 
     fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault> {
         self.memory.read(owned, read)
+    }
+
+    fn make_room(&self, owned: OwnedShard) -> Result<(), Fault> {
+        self.memory.make_room(owned)
+    }
+
+    fn release(&self, owned: OwnedShard) {
+        self.memory.release(owned);
+    }
+
+    /// Until the version is stored as done, the next process fetches a shard of another server again.
+    fn seal(&self, owned: OwnedShard, version: Version, oldest: Version) -> Result<(), Fault> {
+        let mut result = Ok(());
+        self.between(owned, version, &mut || {
+            result = self.memory.read(owned, &mut |state| {
+                for (index, block) in self.blocks_of(owned).enumerate() {
+                    let sums = self.block_sums(block);
+                    sums[(version.0 % 2) as usize].store(sum(state.block(index).arrays), Ordering::Relaxed);
+                    sums[IMAGE_SUM..].iter().for_each(|image| image.store(0, Ordering::Relaxed));
+                    self.block(block).store(version.0, Ordering::SeqCst);
+                }
+            });
+            self.shard(owned)[2].store(oldest.0, Ordering::SeqCst);
+        });
+        result
     }
 
     fn update(
@@ -244,24 +275,7 @@ impl KeptMemory for ShmTier {
 }
 
 impl Durable for ShmTier {
-    fn start(&self, record: &Record, older_images: bool) -> Result<(), Fault> {
-        let version = record.version.0;
-        let older = u64::from(older_images);
-        for owned in self.shards() {
-            self.memory.read(owned, &mut |state| {
-                for (index, block) in self.blocks_of(owned).enumerate() {
-                    let sums = self.block_sums(block);
-                    sums[(version % 2) as usize].store(sum(state.block(index).arrays), Ordering::Relaxed);
-                    sums[IMAGE_SUM..].iter().for_each(|image| image.store(0, Ordering::Relaxed));
-                }
-            })?;
-            for (word, value) in self.shard(owned).iter().zip([version, version, version - older, 0, 0]) {
-                word.store(value, Ordering::SeqCst);
-            }
-        }
-        (0..self.blocks[self.shards().len()])
-            .for_each(|block| self.block(block).store(version, Ordering::SeqCst));
-        fence(Ordering::SeqCst);
+    fn start(&self, record: &Record) -> Result<(), Fault> {
         self.write_record(record)
     }
 

@@ -7,22 +7,22 @@ use std::{
     sync::{Arc, Condvar, Mutex},
 };
 
-use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId};
+use longshore_proto::{Fault, FaultKind, JobSpec, Layout, Placement, ServerId, ShardId};
 
 use super::{
     BLOCK, SETTLED_WORDS, SHARD_WORDS, SUM_WORDS, ShmTier, UNDO_SLOTS, UNDO_WORDS, records::damaged,
 };
 use crate::{
-    memory::{AtomicWords, Slab},
+    memory::{AllocationError, AtomicWords, Slab},
     threads::ThreadPool,
     tier::{
         contract::{Interrupted, Opened, Recovered, Store},
         fault::{FIELD, SHM_FIELD, io, named},
-        folder::{FORMAT_VERSION, Folder, HEADER_FILE, Header, Watch},
+        folder::{ALL_PLACES, FORMAT_VERSION, Folder, HEADER_FILE, Header, Watch},
         memory::MemoryTier,
         record::RECORD_BYTES,
         state::Shape,
-        storage::Inputs,
+        storage::{Inputs, Storage},
         stored::{finish_job, remove_all},
     },
 };
@@ -40,8 +40,22 @@ pub(in crate::tier) fn open(inputs: &Inputs<'_>, buffers: usize, pool: &ThreadPo
 }
 
 /// Returns the bytes of the tmpfs that are used beside the state and the job's buffers.
-pub(in crate::tier) fn overhead(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> u64 {
-    Sizes::new(spec, layout, owned, 0).progress_bytes() as u64
+pub(in crate::tier) fn overhead(spec: &JobSpec, layout: &Layout) -> u64 {
+    let all: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
+    Sizes::new(spec, layout, &all, 0).progress_bytes() as u64
+}
+
+/// Format of the files that a server has of a job, or makes.
+pub(in crate::tier) fn format(
+    spec: &JobSpec,
+    placement: &Placement,
+    server: ServerId,
+    storage: &Storage,
+) -> Result<u32, Fault> {
+    let Some(dir) = &storage.shm_dir else { return Ok(ALL_PLACES) };
+    let home = Folder::path(dir, &spec.name, server, placement.servers.len());
+    let header = Header::read(&home).map_err(named(SHM_FIELD))?;
+    Ok(header.map_or(ALL_PLACES, |header| header.format))
 }
 
 /// The sizes of the files, and of the sections of `progress`.
@@ -49,6 +63,8 @@ pub(super) struct Sizes {
     pub(super) state: usize,
     pub(super) buffers: usize,
     pub(super) progress: Vec<usize>,
+    /// The shards that have a place.
+    pub(super) owned: Vec<ShardId>,
     pub(super) lengths: Vec<usize>,
     pub(super) shapes: Vec<Shape>,
     /// Index of each shard's first block; one more at the end.
@@ -71,7 +87,7 @@ impl Sizes {
         progress.push(2 * SETTLED_WORDS * 8);
         progress.push(blocks[lengths.len()] * SUM_WORDS * 8);
         let state = MemoryTier::bytes(&lengths, &shapes);
-        Sizes { state, buffers, progress, lengths, shapes, blocks }
+        Sizes { state, buffers, progress, owned: owned.to_vec(), lengths, shapes, blocks }
     }
 
     pub(super) fn progress_bytes(&self) -> usize {
@@ -101,14 +117,16 @@ impl ShmTier {
         finish_job(std::slice::from_ref(dir), &inputs.spec.name);
         let home = Folder::path(dir, &inputs.spec.name, inputs.server, servers);
         let folder = Folder::take(home.clone())?;
-        let header = Header::new(inputs, FORMAT_VERSION, Header::unique_store(), 1);
+        let has_all = inputs.owned.len() == inputs.layout.shards() as usize;
+        let format = if has_all { ALL_PLACES } else { FORMAT_VERSION };
+        let header = Header::new(inputs, format, Header::unique_store(), 1);
         let sizes = Sizes::new(inputs.spec, inputs.layout, inputs.owned, buffers);
         if !folder.is_new()
             && let Some(found) = Header::read(&folder.path)?
         {
             found.check_same(&header, &folder.path)?;
-            let (mut tier, buffers) = ShmTier::map(folder, &sizes, pool, false)?;
-            if let Some(kept) = tier.recover(&sizes, pool)? {
+            let (mut tier, buffers) = ShmTier::map(folder, &sizes, &header, pool, false)?;
+            if let Some(kept) = tier.recover(&sizes, &header, pool)? {
                 return Ok((tier, buffers, Some(kept)));
             }
             // The job was never loaded to the end, so there is nothing to go on from.
@@ -127,7 +145,7 @@ impl ShmTier {
     ) -> Result<(ShmTier, Slab, Option<Interrupted>), Fault> {
         folder.clear()?;
         let path = folder.path.clone();
-        let made = ShmTier::map(folder, sizes, pool, true).and_then(|(mut tier, buffers)| {
+        let made = ShmTier::map(folder, sizes, header, pool, true).and_then(|(mut tier, buffers)| {
             tier.folder.publish(header)?;
             tier.folder.settle()?;
             tier.watch = watch(&tier.folder);
@@ -139,18 +157,31 @@ impl ShmTier {
         })
     }
 
-    fn map(folder: Folder, sizes: &Sizes, pool: &ThreadPool, create: bool) -> Result<(ShmTier, Slab), Fault> {
+    fn map(
+        folder: Folder,
+        sizes: &Sizes,
+        header: &Header,
+        pool: &ThreadPool,
+        create: bool,
+    ) -> Result<(ShmTier, Slab), Fault> {
         let file = |name: &str, bytes: usize| map_file(&folder.path.join(name), bytes, create);
         let state = file("state", sizes.state)?;
         let buffers = file("buffers", sizes.buffers)?;
         let progress = file("progress", sizes.progress_bytes())?;
-        let mut regions = progress.carve_here(&sizes.progress).into_iter();
+        let reserve = |name: &str| {
+            let path = folder.path.join(name);
+            move |error: AllocationError| io("reserve", &path)(error.source)
+        };
+        let regions = progress.carve(&sizes.progress, pool).map_err(reserve("progress"))?;
+        let mut regions = regions.into_iter();
         let mut next = || regions.next().expect("one region was carved for each size");
         let (records, words) = (Mutex::new(next()), AtomicWords::new(next()));
         let undo = (0..UNDO_SLOTS).map(|slot| (slot, next())).collect();
         let [joined_at, settled, sums] = [(); 3].map(|()| AtomicWords::new(next()));
-        let memory = MemoryTier::over(state, &sizes.lengths, sizes.shapes.clone(), pool)
-            .map_err(|error| io("touch", &folder.path)(error.source))?;
+        let used = sizes.owned.iter().map(|&shard| create && header.placement.holds(header.server, shard));
+        let used: Vec<bool> = used.collect();
+        let memory = MemoryTier::over(state, &sizes.lengths, sizes.shapes.clone(), &used, pool)
+            .map_err(reserve("state"))?;
         let tier = ShmTier {
             memory,
             words,
@@ -192,5 +223,5 @@ fn map_file(path: &Path, bytes: usize, create: bool) -> Result<Slab, Fault> {
     if !create && length < bytes as u64 {
         return Err(damaged(path, &format!("{length} of {bytes} bytes")));
     }
-    Slab::over_file(&file, bytes).map_err(|error| io("reserve", path)(error.source))
+    Slab::over_file(file, bytes).map_err(|error| io("reserve", path)(error.source))
 }

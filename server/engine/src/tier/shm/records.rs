@@ -10,13 +10,14 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{SHARD_WORDS, SUMMED, ShmTier, UNDO_SLOTS, UNDO_WORDS, open::Sizes};
 use crate::{
-    ids::{OwnedShard, OwnedShards},
+    ids::OwnedShards,
     lock,
-    record::{Record, Standing, standing},
+    record::{KeptShard, Record, Standing, is_handed, standing},
     threads::ThreadPool,
     tier::{
-        contract::{Interrupted, KeptShard},
+        contract::Interrupted,
         fault::{corrupt, internal},
+        folder::Header,
         record::{Found, MAGIC_BYTES, RECORD_BYTES, decode, encode},
     },
 };
@@ -106,7 +107,12 @@ impl ShmTier {
     ///
     /// # Errors
     /// If anything is damaged, or written by a newer version of this program. Nothing is changed then.
-    pub(super) fn recover(&mut self, sizes: &Sizes, pool: &ThreadPool) -> Result<Option<Interrupted>, Fault> {
+    pub(super) fn recover(
+        &mut self,
+        sizes: &Sizes,
+        header: &Header,
+        pool: &ThreadPool,
+    ) -> Result<Option<Interrupted>, Fault> {
         let mut records: Vec<Record> = Vec::new();
         for area in lock(&self.records).bytes().chunks(RECORD_BYTES) {
             match read_frame::<Record>(area) {
@@ -127,17 +133,10 @@ impl ShmTier {
                 false => Ok(None),
             };
         }
-        let versions: Vec<Version> = records.iter().map(|record| record.version).collect();
-        check_words(&words, sizes, &versions).map_or(Ok(()), |why| Err(self.damaged(&why)))?;
+        let shards = kept(&words, sizes, header, &records).map_err(|why| self.damaged(&why))?;
         self.undo_blocks()?;
-        self.check_blocks(pool)?;
-        let shard = |owned: OwnedShard| {
-            let [begun, done, oldest, even, odd] =
-                [0, 1, 2, 3, 4].map(|word| self.shard(owned)[word].load(Ordering::Acquire));
-            let summed = [Step(even), Step(odd)];
-            KeptShard { version: Version(done), older_image: begun == done && done > oldest, summed }
-        };
-        Ok(Some(Interrupted { shards: self.shards().map(shard).collect(), records }))
+        self.check_blocks(&shards, pool)?;
+        Ok(Some(Interrupted { shards, records }))
     }
 
     fn damaged(&self, why: &str) -> Fault {
@@ -156,36 +155,59 @@ pub(super) fn damaged(path: &Path, why: &str) -> Fault {
     corrupt(format!("{} ({why})", path.display()), "as it was written", remedy)
 }
 
-/// Returns the first word with a value that a server cannot have left behind, wherever it died.
-pub(super) fn check_words(words: &[u64], sizes: &Sizes, versions: &[Version]) -> Option<String> {
-    let shards = sizes.blocks.len() - 1;
+/// Returns the shards that are here or on their way, by place. `records` are oldest first.
+///
+/// # Errors
+/// The first word with a value that a server cannot have left behind, wherever it died.
+pub(super) fn kept(
+    words: &[u64],
+    sizes: &Sizes,
+    header: &Header,
+    records: &[Record],
+) -> Result<Vec<Option<KeptShard>>, String> {
+    let Some(newest) = records.last() else { return Ok(Vec::new()) };
+    let placement = newest.placement.as_ref().unwrap_or(&header.placement);
+    let shards = sizes.owned.len();
     let blocks = sizes.blocks[shards];
     let (of_shards, rest) = words.split_at(shards * SHARD_WORDS);
     let (of_blocks, rest) = rest.split_at(blocks);
-    let newest = versions.last().map_or(0, |version| version.0);
-    let known = |version: u64| versions.contains(&Version(version));
-    for (owned, shard) in OwnedShards::all(shards).zip(of_shards.chunks_exact(SHARD_WORDS)) {
-        let (begun, done) = (shard[0], shard[1]);
-        if begun < done || begun > done + 1 || begun > newest {
-            return Some(format!(
-                "shard {} of it is at version {done} and began {begun}, of {newest} decided",
-                owned.index()
-            ));
+    let mut found = Vec::with_capacity(shards);
+    for (owned, words) in OwnedShards::all(shards).zip(of_shards.as_chunks::<SHARD_WORDS>().0) {
+        let (shard, &[begun, done, oldest, even, odd]) = (sizes.owned[owned.index()], words);
+        let span = placement.span(header.server, shard);
+        if span.is_empty() || is_handed(&span, newest.version, header.spec.max_delay) {
+            found.push(None);
+            continue;
+        }
+        let fetched = span.start.saturating_sub(1);
+        let awaited = done < fetched;
+        found.push(Some(KeptShard {
+            version: Version(done.max(fetched)),
+            awaited,
+            older_image: begun == done && done > oldest,
+            summed: [Step(even), Step(odd)],
+        }));
+        let last = newest.version.0.min(span.end - 1);
+        let most = last.max(fetched);
+        if !awaited && (begun < done || begun > done + 1 || begun > most) {
+            return Err(format!("{shard} of it is at version {done} and began {begun}, of {most} decided"));
         }
         // Missing updates are made from the records.
-        if let Some(missing) = (done + 1..=newest).take(versions.len() + 1).find(|&version| !known(version)) {
-            return Some(format!(
-                "shard {} of it is at version {done}, and the record of {missing} is gone",
-                owned.index()
-            ));
+        let mut missing = (done.max(fetched) + 1..=last).take(records.len() + 1);
+        let is_gone = |version: &u64| records.iter().all(|record| record.version.0 != *version);
+        if let Some(missing) = missing.find(is_gone) {
+            return Err(format!("{shard} of it is at version {done}, and the record of {missing} is gone"));
         }
-        let range = sizes.blocks[owned.index()]..sizes.blocks[owned.next().index()];
-        if let Some(block) = range.clone().find(|&block| of_blocks[block] > begun) {
+        let mut range = sizes.blocks[owned.index()]..sizes.blocks[owned.next().index()];
+        if let Some(block) = range.find(|&block| !awaited && of_blocks[block] > begun) {
             let version = of_blocks[block];
-            return Some(format!("block {block} of it is at version {version}, before its shard began it"));
+            return Err(format!("block {block} of it is at version {version}, before its shard began it"));
         }
     }
     let slots = rest.chunks_exact(UNDO_WORDS).take(UNDO_SLOTS).enumerate();
     let held = slots.map(|(slot, words)| (slot, words[0])).find(|(_, held)| *held > blocks as u64);
-    held.map(|(slot, held)| format!("the copy in slot {slot} is of block {}, of {blocks}", held - 1))
+    match held {
+        Some((slot, held)) => Err(format!("the copy in slot {slot} is of block {}, of {blocks}", held - 1)),
+        None => Ok(found),
+    }
 }

@@ -13,6 +13,7 @@ use crate::{
     ids::OwnedShard,
     lock,
     memory::Region,
+    record::KeptShard,
     threads::ThreadPool,
     tier::{
         contract::Tier,
@@ -48,8 +49,9 @@ impl ShmTier {
         Ok(())
     }
 
-    pub(super) fn check_blocks(&self, pool: &ThreadPool) -> Result<(), Fault> {
-        for owned in self.shards() {
+    /// Compares the blocks of the shards that are here with their checksums.
+    pub(super) fn check_blocks(&self, kept: &[Option<KeptShard>], pool: &ThreadPool) -> Result<(), Fault> {
+        for (owned, _) in self.shards().zip(kept).filter(|(_, kept)| kept.is_some_and(|kept| !kept.awaited)) {
             let mut found = Vec::new();
             self.memory.read(owned, &mut |state| {
                 let blocks = self.blocks_of(owned).enumerate().collect();
