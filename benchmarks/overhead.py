@@ -15,13 +15,13 @@ from longshore.transfer import device
 from longshore.transfer.weights import Weights
 
 
-def _parameters(tensors: int) -> list[tuple[str, nn.Parameter]]:
-    """Returns fp32 parameters of 1024 elements, with gradients."""
+def _parameters(tensors: int, where: str) -> list[tuple[str, nn.Parameter]]:
+    """Returns fp32 parameters of 1024 elements on a device, with gradients."""
     made = []
     generator = torch.Generator().manual_seed(0)
     for index in range(tensors):
-        parameter = nn.Parameter(torch.randn(1024, generator=generator) * 0.02)
-        parameter.grad = torch.randn(1024, generator=generator) * 0.01
+        parameter = nn.Parameter((torch.randn(1024, generator=generator) * 0.02).to(where))
+        parameter.grad = (torch.randn(1024, generator=generator) * 0.01).to(where)
         made.append((f"layer{index}", parameter))
     return made
 
@@ -54,7 +54,7 @@ class _Clocked:
         return lambda *args: self._count(act, args, -1)
 
 
-class _OnHost(device.Accelerator):
+class OnHost(device.Accelerator):
     """A device in the host's memory that does everything at once."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
@@ -80,8 +80,11 @@ class _OnHost(device.Accelerator):
     def locked(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
-        target.copy_(source)
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stream: Any = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
+        act(*tensors)
 
 
 def _python_seconds() -> float:
@@ -107,21 +110,23 @@ def _streamed(optimizer: longshore.AdamW, params: list[tuple[str, nn.Parameter]]
     return step
 
 
-def overhead(tensors: int = 400, rounds: int = 50, *, streaming: bool = False, on_device: bool = False) -> float:
+def overhead(tensors: int = 400, rounds: int = 50, *, streaming: bool = False, where: str = "cpu") -> float:
     """Prints the time of a step of small tensors. Returns Python's own share in seconds: the median CPU time of Python's threads outside of
-    the Rust half. In streaming mode the share covers backward's hooks, the first uses of parameters and ``step``, without autograd. With
-    ``on_device`` a simulated device has parameters and gradients."""
-    params = _parameters(tensors)
-    before = device.accelerator
-    if on_device:
-        device.accelerator = _OnHost([*(parameter for _, parameter in params), *(parameter.grad for _, parameter in params)])
+    the Rust half. In streaming mode the share covers backward's hooks, the first uses of parameters and ``step``, without autograd.
+    Parameters and gradients are on the device ``where``, or on a simulated one."""
+    params = _parameters(tensors, "cpu" if where == "simulated" else where)
+    before, threads = device.accelerator, torch.get_num_threads()
+    if where == "simulated":
+        torch.set_num_threads(1)  # a device's work takes no threads of the host
+        device.accelerator = OnHost([*(parameter for _, parameter in params), *(parameter.grad for _, parameter in params)])
     try:
-        return _overhead(params, rounds, streaming, on_device)
+        return _overhead(params, rounds, streaming, where)
     finally:
         device.accelerator = before
+        torch.set_num_threads(threads)
 
 
-def _overhead(params: list[tuple[str, nn.Parameter]], rounds: int, streaming: bool, on_device: bool) -> float:
+def _overhead(params: list[tuple[str, nn.Parameter]], rounds: int, streaming: bool, where: str) -> float:
     optimizer = longshore.AdamW(params, lr=1e-4, streaming=streaming)
     step = _streamed(optimizer, params) if streaming else optimizer.step
     step()
@@ -142,7 +147,7 @@ def _overhead(params: list[tuple[str, nn.Parameter]], rounds: int, streaming: bo
         own.append(_python_seconds() - start - clocked.seconds)
     optimizer.close()
     share, tensors = statistics.median(own), len(params)
-    mode = ("streaming" if streaming else "safe") + (" mode on a simulated device" if on_device else " mode")
+    mode = f"{'streaming' if streaming else 'safe'} mode, device {where}"
     print(
         f"{tensors} tensors, {mode}: a step takes {statistics.median(whole) * 1e3:.2f} ms, of which Python's own {share * 1e3:.2f} ms, "
         f"{share / tensors * 1e6:.1f} us a tensor"
@@ -154,9 +159,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensors", type=int, default=400)
     parser.add_argument("--streaming", action="store_true", help="gradients are taken one by one, and weights are read as they are used")
-    parser.add_argument("--device", action="store_true", help="a simulated device has parameters and gradients")
+    parser.add_argument("--device", action="store_true", help="parameters and gradients are on a GPU, or without one on a simulated device")
     args = parser.parse_args()
-    overhead(args.tensors, streaming=args.streaming, on_device=args.device)
+    where = "cpu" if not args.device else "cuda" if torch.cuda.is_available() else "simulated"
+    overhead(args.tensors, streaming=args.streaming, where=where)
 
 
 if __name__ == "__main__":

@@ -96,9 +96,11 @@ class Simulated:
 
     # Memory
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None, stream: Stream | None = None
+    ) -> Tensor:
         """Returns unwritten device memory."""
-        count, stream = max(1, int(np.prod(shape))), self.current_stream(torch.device("cpu"))
+        count, stream = max(1, int(np.prod(shape))), stream or self.current_stream(torch.device("cpu"))
         released = self.released[stream, count] if dtype is torch.float32 else []
         if released:
             memory = released.pop()

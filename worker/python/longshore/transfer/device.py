@@ -93,9 +93,13 @@ class Accelerator:
         """Enqueues a copy on the stream. Both ends must stay until an event after it is done."""
         self.run(stream, functools.partial(target.copy_, non_blocking=True), [source])
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory of the device, which belongs to this thread's stream."""
-        return torch.empty(shape, dtype=dtype, device=device)
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stream: Any = None) -> Tensor:
+        """Returns memory of the device, which belongs to a stream, or to this thread's."""
+        if stream is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        made: list[Tensor] = []
+        self.run(stream, lambda: made.append(torch.empty(shape, dtype=dtype, device=device)), [])
+        return made[0]
 
     def keep_for(self, tensor: Tensor, stream: Any) -> None:
         """Keeps a tensor's memory, once freed, until the stream has done the work queued before. The memory may belong to another
@@ -173,6 +177,31 @@ def empty_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Te
     if accelerator.has(tensor):
         return accelerator.empty(shape, dtype, tensor.device)
     return torch.empty(shape, dtype=dtype, device=tensor.device)
+
+
+@torch.no_grad()
+def copy_together_out(target: Tensor, sources: Sequence[Tensor], stream: Any) -> None:
+    """Enqueues one copy of a device's flat tensors, packed end to end, to flat memory of the host. All must stay as in
+    :meth:`Accelerator.copy`."""
+    if len(sources) > 1:
+        # Packed memory belongs to the stream, which reads it before any later use of the memory.
+        packed = accelerator.empty(target.shape, target.dtype, sources[0].device, stream)
+        accelerator.run(stream, lambda packed, *sources: torch.cat(sources, out=packed), [packed, *sources])
+        sources = [packed]
+    accelerator.copy(target, sources[0], stream)
+
+
+@torch.no_grad()
+def copy_together_in(targets: Sequence[Tensor], source: Tensor, stream: Any) -> None:
+    """Enqueues one copy of flat memory of the host, and its parts' way to a device's flat tensors. All must stay as in
+    :meth:`Accelerator.copy`."""
+    if len(targets) == 1:
+        accelerator.copy(targets[0], source, stream)
+        return
+    packed = accelerator.empty(source.shape, source.dtype, targets[0].device, stream)
+    accelerator.copy(packed, source, stream)
+    sizes = [target.numel() for target in targets]
+    accelerator.run(stream, lambda packed, *targets: torch._foreach_copy_(targets, packed.split(sizes)), [packed, *targets])
 
 
 def run_where(tensors: Sequence[Tensor], act: Callable[..., object]) -> None:

@@ -1,8 +1,8 @@
 """Gradients on their way out of Python: collected one by one, and handed to the Rust half in groups.
 
 Training and autograd threads collect, and check each gradient once. A contiguous CPU gradient is read in place. An accelerator copies the
-gradients of a group together, behind their computation, into page-locked memory of the job or of torch. :class:`Pusher` waits for that on its
-own thread, so that backward never waits.
+gradients of a group together, behind their computation, into page-locked memory of the job or of torch. Small gradients are packed on the
+device first, and a bucket of them takes one copy. :class:`Pusher` waits for that on its own thread, so that backward never waits.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longshore.transfer import device as _device
 from longshore.transfer.params import Columns, Param, Place, check_gradient
-from longshore.transfer.pinned import LockedMemory, host_memory, host_tensor
+from longshore.transfer.pinned import LockedMemory, Slabs, buckets, host_of, part_of
 
 #: Gradients leave in groups of at least this many elements. A chunk of a MiB has more elements, and is sent once complete. So grouping
 #: does not delay servers.
@@ -61,8 +61,14 @@ class Group:
                 continue
             for event in made:
                 accelerator.let_wait(copier, event)
+            places = []
             for target, source in staged:
-                accelerator.copy(target, source, copier)
+                if source.is_contiguous():
+                    places.append((target.data_ptr(), source.view(-1)))
+                else:
+                    accelerator.copy(target, source, copier)
+            for address, bucket in buckets(places):
+                _device.copy_together_out(host_of(address, bucket), bucket, copier)
             self._events.append(accelerator.record(copier))
 
     def push(self, job: Any) -> None:
@@ -76,20 +82,21 @@ class Group:
         if self.straight:
             job.push_together([(param.index, param.elements) for param, _ in self.straight], self._copy)
 
+    @torch.no_grad()
     def _copy(self, slots: Sequence[tuple[int, int, int, int]]) -> None:
-        """Copies parts of the gradients, given by place, first element, number and address, and returns when they are there. The copies are
-        over even after an error: the memory may go to other gradients then."""
+        """Copies parts of the gradients, given by place, first element, number and address, and returns when they are there. Neighbours share
+        a copy. The copies are over even after an error: the memory may go to other gradients then."""
         assert self._locked is not None
         accelerator, copiers = _device.accelerator, set()
         try:
-            for place, first, elements, address in slots:
-                part = self.straight[place][1].view(-1)[first : first + elements]
-                target = host_tensor(address, elements, part.dtype)
-                if self._locked.holds(address, part.nbytes, part.device):
-                    copiers.add(part.device)
-                    accelerator.copy(target, part, self._copiers[part.device])
+            parts = ((slot[3], part_of(self.straight[slot[0]][1].view(-1), slot[1], slot[2])) for slot in slots)
+            for address, bucket in buckets(parts):
+                target, device = host_of(address, bucket), bucket[0].device
+                if self._locked.holds(address, target.nbytes, device):
+                    copiers.add(device)
+                    _device.copy_together_out(target, bucket, self._copiers[device])
                 else:
-                    target.copy_(accelerator.to_host(part))
+                    torch.cat([accelerator.to_host(part) for part in bucket], out=target)
         finally:
             for device in copiers:
                 accelerator.wait(accelerator.record(self._copiers[device]))
@@ -109,6 +116,7 @@ class Gradients:
         self.may_be_on_device = True
         self.group = Group()
         self._staging: dict[int, Tensor] = {}
+        self._slabs = Slabs()
         self._streams: dict[torch.device, Any] = {}
 
     def take(self, param: Param, gradient: Tensor, scale: float = 1.0) -> Group:
@@ -166,7 +174,7 @@ class Gradients:
     def _staging_of(self, param: Param, gradient: Tensor) -> Tensor:
         staging = self._staging.get(param.index)
         if staging is None or staging.dtype is not gradient.dtype:
-            staging = self._staging[param.index] = host_memory(gradient)
+            staging = self._staging[param.index] = self._slabs.take(gradient)
         return staging
 
     def _stream(self, device: torch.device) -> Any:

@@ -9,10 +9,11 @@ import collections
 import contextlib
 import ctypes
 import logging
+import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -141,6 +142,42 @@ def host_tensor(address: int, elements: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
+def host_of(address: int, bucket: list[Tensor]) -> Tensor:
+    """Returns the host's memory of a bucket, as :func:`host_tensor` does."""
+    return host_tensor(address, sum(map(Tensor.numel, bucket)), bucket[0].dtype)
+
+
+def part_of(flat: Tensor, first: int, elements: int) -> Tensor:
+    """Returns consecutive elements of a flat tensor."""
+    return flat if elements == flat.numel() else flat[first : first + elements]
+
+
+#: Most bytes of a bucket. A link takes longer for these than the host takes to begin a copy: larger tensors gain nothing.
+BUCKET_BYTES = 1024 * 1024
+
+
+def buckets(places: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
+    """Sorts a device's flat tensors by their addresses in the host's memory. Tensors that lie end to end there share a bucket, which one
+    copy moves.
+
+    Yields:
+        The address of each bucket, and its tensors in order. A tensor larger than a bucket is alone.
+    """
+    start = end = 0
+    bucket: list[Tensor] = []
+    for address, tensor in sorted(places, key=operator.itemgetter(0)):
+        nbytes = tensor.nbytes
+        is_next = bucket and address == end and end + nbytes - start <= BUCKET_BYTES
+        if not is_next or tensor.dtype is not bucket[0].dtype or tensor.device != bucket[0].device:
+            if bucket:
+                yield start, bucket
+            start, bucket = address, []
+        bucket.append(tensor)
+        end = address + nbytes
+    if bucket:
+        yield start, bucket
+
+
 #: Consecutive weights: their address, the index of the first within the target, and their number.
 Run = tuple[int, int, int]
 #: Most copies under way before the next one waits. A step of a large model has fewer.
@@ -180,19 +217,18 @@ class Lending:
             stream: returns a device's stream for copies.
         """
         held: list[Tensor] = []
-        sources = [[self._source(run, target, held) for run in of_target] for target, of_target in zip(targets, runs, strict=True)]
+        parts = ((run[0], part_of(target, *run[1:])) for target, of_target in zip(targets, runs, strict=True) for run in of_target)
+        sources = [(self._source(address, bucket, held), bucket) for address, bucket in buckets(parts)]
         try:
-            for target, of_target, from_there in zip(targets, runs, sources, strict=True):
-                for (_, first, elements), source in zip(of_target, from_there, strict=True):
-                    _device.accelerator.copy(target[first : first + elements], source, stream(target.device))
+            for source, bucket in sources:
+                _device.copy_together_in(bucket, source, stream(bucket[0].device))
         finally:
             self._keep(lent, targets, stream, held)
 
-    def _source(self, run: Run, target: Tensor, held: list[Tensor]) -> Tensor:
-        """Returns the source of a device's copy: the run in servers' memory, or a host copy of it, kept in ``held``."""
-        address, _, elements = run
-        source = host_tensor(address, elements, target.dtype)
-        if not self._holds(address, source.nbytes, target.device):
+    def _source(self, address: int, bucket: list[Tensor], held: list[Tensor]) -> Tensor:
+        """Returns the source of a bucket: servers' memory, or a host copy of it, kept in ``held``."""
+        source = host_of(address, bucket)
+        if not self._holds(address, source.nbytes, bucket[0].device):
             source = _device.accelerator.locked(source.shape, source.dtype).copy_(source)
             held.append(source)
         return source
@@ -268,6 +304,24 @@ def host_memory(tensor: Tensor) -> Tensor:
     if _device.accelerator.has(tensor):
         return _device.accelerator.locked(tensor.shape, tensor.dtype)
     return _device.host_empty(tensor.shape, tensor.dtype)
+
+
+class Slabs:
+    """Host memory that tensors pass through in each step. Small ones of a device lie end to end there, in the order of their first use."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.dtype, Tensor] = {}
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Returns memory of a tensor's shape and type."""
+        count, most = tensor.numel(), BUCKET_BYTES // tensor.itemsize
+        if not _device.accelerator.has(tensor) or 2 * count > most:
+            return host_memory(tensor)
+        free = self._free.get(tensor.dtype)
+        if free is None or free.numel() < count:
+            free = _device.accelerator.locked([most], tensor.dtype)
+        self._free[tensor.dtype] = free[count:]
+        return free[:count].view(tensor.shape)
 
 
 class Staging:

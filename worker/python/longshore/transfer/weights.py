@@ -20,7 +20,7 @@ from longshore.transfer import device as _device
 from longshore.transfer import tensors as _tensors
 from longshore.transfer.device import is_plain
 from longshore.transfer.params import Columns, Param, Place, check_unchanged, is_image, is_sharded
-from longshore.transfer.pinned import Lending, host_memory
+from longshore.transfer.pinned import Lending, Slabs, buckets, host_of
 
 if TYPE_CHECKING:
     from longshore._longshore import Job
@@ -119,6 +119,7 @@ class Weights:
         self._job = job
         self._lending = lending
         self._staged: dict[int, Tensor] = {}
+        self._slabs = Slabs()
         #: Each parameter's last copy to the device, which reads its staging memory.
         self._copies: dict[int, Any] = {}
         #: Streams of these copies by device, and the device's work at the time when the weights were requested.
@@ -285,7 +286,7 @@ class Weights:
         if copy is not None:
             _device.accelerator.wait(copy)
         if param.index not in self._staged:
-            self._staged[param.index] = host_memory(param.tensor)
+            self._staged[param.index] = self._slabs.take(param.tensor)
 
     def _note_what_came_before(self) -> None:
         """Records the devices' current work, which may read the older weights."""
@@ -300,16 +301,23 @@ class Weights:
     def _copy(self, staged: list[Param]) -> None:
         """Copies staged weights into parameters. Later work on the devices waits for the copies."""
         devices: list[torch.device] = []
+        places: list[tuple[int, Tensor]] = []
+        copied: list[int] = []
         for param in staged:
             source, tensor = self._staged[param.index], param.tensor
             if not _device.accelerator.has(tensor):
                 tensor.copy_(source)
                 continue
             stream = self._ordered(tensor.device, devices)
-            _device.accelerator.copy(tensor, source, stream)
-            self._copies[param.index] = _device.accelerator.record(stream)
-        for device in devices:
-            self._show(device)
+            copied.append(param.index)
+            if tensor.is_contiguous():
+                places.append((source.data_ptr(), tensor.view(-1)))
+            else:
+                _device.accelerator.copy(tensor, source, stream)
+        for address, bucket in buckets(places):
+            _device.copy_together_in(bucket, host_of(address, bucket), self._stream(bucket[0].device))
+        ends = {device: self._show(device) for device in devices}
+        self._copies.update((index, ends[self._params[index].tensor.device]) for index in copied)
 
     def _ordered(self, device: torch.device, devices: list[torch.device]) -> Any:
         """Returns the copies' stream of a device, ordered behind readers of older weights. ``devices`` collects the devices."""
@@ -324,13 +332,14 @@ class Weights:
             self._streams[device] = _device.accelerator.new_stream(device)
         return self._streams[device]
 
-    def _show(self, device: torch.device) -> None:
-        """Makes the current stream wait for the weights' copies, and also the stream that called ``step``."""
+    def _show(self, device: torch.device) -> Any:
+        """Makes the current stream wait for the weights' copies, and also the stream that called ``step``. Returns the copies' event."""
         copied = _device.accelerator.record(self._streams[device])
         current = _device.accelerator.current_stream(device)
         asked = self._before[device][0]
         for stream in [current] if current == asked else [current, asked]:
             _device.accelerator.let_wait(stream, copied)
+        return copied
 
 
 class _Reader:
