@@ -122,6 +122,7 @@ def overhead(tensors: int = 400, rounds: int = 50, *, streaming: bool = False, w
     try:
         return _overhead(params, rounds, streaming, where)
     finally:
+        vars(device.accelerator).pop("wait", None)
         device.accelerator = before
         torch.set_num_threads(threads)
 
@@ -134,6 +135,9 @@ def _overhead(params: list[tuple[str, nn.Parameter]], rounds: int, streaming: bo
     assert connection is not None and isinstance(connection.weights, Weights)
     clocked: Any = _Clocked(connection.job)
     connection.job = connection.weights._job = clocked
+    wait = device.accelerator.wait
+    # A thread that waits for a GPU spins without the interpreter.
+    device.accelerator.wait = lambda event: clocked._count(wait, [event], 1)  # type: ignore[method-assign]
     stream = optimizer._stream
     if stream is not None and stream._pusher is not None:
         stream._pusher._job = clocked

@@ -73,10 +73,10 @@ class Ways:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
-    """Starts a server in a process of its own, and yields its address."""
+def server(*flags: str) -> Iterator[str]:
+    """Starts a server with these flags in a process of its own, and yields its address."""
     code = "import sys; from longshore.__main__ import serve; sys.exit(serve())"
-    command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     # Killing a server that does not start ends the wait for its first line.
     deadline = threading.Timer(_START_DEADLINE_S, process.kill)
