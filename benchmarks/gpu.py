@@ -361,7 +361,8 @@ def _largest_model(out: Path, delay: int, state: str, master: str = "fp32", **op
     width, depth, words, batch, length = size = SIZES.largest
     model = _gpt(size)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    memory = torch.cuda.get_device_properties(DEVICE).total_memory if DEVICE.type == "cuda" else 80 << 30
+    # A rehearsal has room for one layer's activations.
+    memory = torch.cuda.get_device_properties(DEVICE).total_memory if DEVICE.type == "cuda" else 1_300_000
     # Two images and gradients, logits with their gradients, and 34 bytes a token, element of the width and layer.
     room = 0.75 * memory - 3 * weights - 16 * batch * length * words
     kept = max(0, min(depth, int(room / (34 * batch * length * width))))

@@ -15,6 +15,8 @@ pytestmark = needs_a_gpu
 STEPS = 5
 MODES: dict[str, dict[str, Any]] = {
     "streaming": {"streaming": True},
+    "buckets": {"streaming": True, "group_bytes": 1 << 20},
+    "buckets over TCP": {"streaming": True, "group_bytes": 1 << 20, "transport": "tcp"},
     "two passes": {"streaming": True, "accumulate": 2},
     "whole": {"streaming": True, "layerwise": False},
     "unfreezing": {"streaming": True, "frozen": "train-later"},
@@ -24,9 +26,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def train(gpu: Gpu, **options: Any) -> list[Tensor]:
+def train(gpu: Gpu, group_bytes: int = 0, **options: Any) -> list[Tensor]:
     """Trains, with an evaluation before each step and no wait for it. Returns weights and evaluations."""
-    with on(gpu):
+    with on(gpu, group_bytes):
         torch.manual_seed(0)
         model = OnGpu().to(DEVICE)
         model.gpu = gpu
@@ -66,7 +68,7 @@ def test_the_bits_are_the_same_whatever_is_late(mode: str, late: str, expected: 
 
 
 def test_streaming_equals_safe(expected: dict[str, list[Tensor]]) -> None:
-    for other in ("whole", "safe", "over TCP"):
+    for other in ("whole", "safe", "over TCP", "buckets", "buckets over TCP"):
         assert all(torch.equal(a, b) for a, b in zip(expected[other], expected["streaming"], strict=True)), other
 
 

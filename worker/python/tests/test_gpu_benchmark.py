@@ -109,6 +109,8 @@ def test_a_part_runs(gpu: Any, part: str, tmp_path: pathlib.Path) -> None:
         (tmp_path / f"{earlier}.json").write_text(json.dumps(figures(gpu)[earlier]))
     found = gpu.PARTS[part](tmp_path)
     assert found == json.loads(json.dumps(found))
+    if part == "largest_delayed":
+        assert found["layers that keep activations"] == 1 and found["plan"]["gpus"]["stages"]
     if part == "stage_3":
         assert min(found["planned"].values()) > 0
         assert found["same bits"] and found["peak bytes"] <= found["weight bytes"] // 4

@@ -19,9 +19,9 @@ def fixed() -> float:
 LOOP = 18_000
 
 
-@pytest.mark.parametrize(("mode", "most"), [({}, 2.0), ({"streaming": True}, 3.5), ({"streaming": True, "where": "simulated"}, 10.0)])
+@pytest.mark.parametrize(("mode", "most"), [({}, 2.0), ({"streaming": True}, 3.5), ({"streaming": True, "where": "simulated"}, 8.0)])
 def test_what_python_takes_of_a_step_with_400_tensors(mode: dict[str, Any], most: float) -> None:
     # A busy host's cores are half as fast at times. Each measurement is divided by a loop beside it, and the least of ten counts. Caches
     # filled by other processes slow torch's part of a step more than the loop. With both cores busy, streaming mode was at 2.9; otherwise
-    # at 1.6. A simulated device was at 8 with busy cores, and 10 is 0.03 ms a tensor.
+    # at 1.6. A simulated device was at 5.8 with busy cores, and 8 is 0.024 ms a tensor.
     assert min(overhead(400, rounds=10, **mode) / min(fixed() for _ in range(5)) for _ in range(10)) < most
