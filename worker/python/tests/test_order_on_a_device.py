@@ -9,7 +9,7 @@ from typing import Any
 import accelerator
 import pytest
 import torch
-from accelerator import Immediate, Layers, Simulated, ended, same
+from accelerator import Immediate, Layers, Loss, Simulated, ended, same
 from torch import Tensor
 from units import weight_bytes
 
@@ -68,6 +68,23 @@ def train_in_buckets(device: Simulated, **options: Any) -> list[Tensor]:
         return train(device, **options)
 
 
+def train_on_two_streams(device: Simulated, **options: Any) -> list[Tensor]:
+    """Trains two layers, each on a stream of its own. Their gradients leave together. The caller's stream waits for the other one afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "ENOUGH", 1 << 20)
+        model = Layers(device, depth=2)
+        optimizer = longshore.AdamW(model.layers.named_parameters(), lr=1e-2, streaming=True, **options)
+        other = device.new_stream(torch.device("cpu"))
+        for step in range(STEPS):
+            device.let_wait(other, device.record(device.main))
+            for layer, stream in zip(model.layers, (device.main, other), strict=True):
+                with device.on(stream):
+                    Loss.apply(device, layer(model.batch(step)), model.batch(step, outputs=True)).backward()
+            optimizer.step()
+            device.let_wait(device.main, device.record(other))
+        return ended(device, model, optimizer, [])
+
+
 def train_units(device: Simulated, part: float, frozen: int = 0, **options: Any) -> list[Tensor]:
     """Trains with a share of the model's bytes as budget, and with evaluations without waits: on another stream before and after forward,
     and after backward. Returns evaluations, weights, and the content of memory that units have released."""
@@ -117,6 +134,7 @@ MODES: dict[str, tuple[Callable[..., list[Tensor]], dict[str, Any]]] = {
     "buckets in two passes": (train_in_buckets, {"streaming": True, "passes": 2, "is_held": False}),
     "delayed buckets": (train_in_buckets, {"streaming": True, "delay": 1, "warmup_steps": 2}),
     "buckets over TCP": (train_in_buckets, {"streaming": True, "transport": "tcp"}),
+    "two streams": (train_on_two_streams, {}),
     "one unit": (train_units, {"part": 0.4}),
     "some units": (train_units, {"part": 0.7}),
     "all units": (train_units, {"part": 1.3}),
@@ -138,7 +156,7 @@ def run(device: Simulated, mode: str, act: Callable[[pytest.MonkeyPatch], None] 
 def expected() -> dict[str, list[Tensor]]:
     """Returns each mode's results without delays: in host memory, or in units on a device."""
     return {
-        mode: run(Immediate(0), mode) if kind is train_units else train(Immediate(0), **{**options, "is_held": False})
+        mode: train(Immediate(0), **{**options, "is_held": False}) if kind in (train, train_in_buckets) else run(Immediate(0), mode)
         for mode, (kind, options) in MODES.items()
     }
 
@@ -198,6 +216,12 @@ def pack_for_this_thread(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Simulated, "empty", lambda self, shape, dtype, device=None, stream=None: empty(self, shape, dtype, device))
 
 
+def note_first_stream_only(patch: pytest.MonkeyPatch) -> None:
+    """The copies of a group wait for the stream of its first gradient alone."""
+    note = gradients.Gradients.note_stream
+    patch.setattr(gradients.Gradients, "note_stream", lambda self, gradient: self.group.streams or note(self, gradient))
+
+
 def show_first_user_only(patch: pytest.MonkeyPatch) -> None:
     """The first stream that uses weights waits for them, and the stream that called ``step`` does not."""
 
@@ -215,6 +239,7 @@ WITHOUT: dict[str, tuple[str | Callable[[pytest.MonkeyPatch], None], str]] = {
     "the copy in waits for those who had its memory": ("_copy.let_wait", "some units"),
     "those who use a unit wait for the copy in": ("finish.let_wait", "some units"),
     "packed memory belongs to the copies' stream": (pack_for_this_thread, "buckets"),
+    "the copy out waits for each stream of a group": (note_first_stream_only, "two streams"),
     "the push waits for the copy to where it leaves from": ("_copy.wait", "streaming"),
     "the push waits for the gradient, or for the copy out, in step": ("push.wait", "safe"),
     "the copy in waits for those who read older weights": ("_ordered.let_wait", "streaming"),
@@ -239,7 +264,7 @@ def test_each_wait_is_needed(left_out: str, expected: dict[str, list[Tensor]]) -
     what, mode = WITHOUT[left_out]
     # A host without waits can be both passes ahead of the device. On a delayed device a push without its wait for the gradient waits for the
     # copy while it holds the job, which the host needs. Wrong weights would otherwise be found before their use.
-    more = {"is_held": what != "push.wait", "written_weights": "drop"} if MODES[mode][0] is not train_units else {}
+    more = {"is_held": what != "push.wait", "written_weights": "drop"} if MODES[mode][0] in (train, train_in_buckets) else {}
 
     def is_wrong(seed: int) -> bool:
         if isinstance(what, str):

@@ -39,7 +39,7 @@ class Stream:
         self._by_tensor: dict[int, Param] = {}
         self._step, self._gradients = optimizer._now, optimizer._gradients
         self._gradients.group = Group()
-        #: Parameters of the host whose gradients leave next, these gradients, and the number of their elements.
+        #: Parameters whose gradients leave next, these gradients, and the number of their elements.
         self._params: list[Param] = []
         self._waiting: list[Tensor] = []
         self._elements = 0
@@ -116,9 +116,11 @@ class Stream:
         """Sends the gradient that backward has just made, and frees it. A small one leaves with the next ones."""
         waiting, taken = self._waiting, self._step.taken
         param, gradient = self._by_tensor.get(id(tensor)), tensor.grad
-        if not waiting or param is None or param.index in taken or gradient is None or gradient.requires_grad:
+        if not waiting or param is None or param.index in taken or gradient is None or gradient.requires_grad or gradient.is_neg():
             self._take_first(tensor)
             return
+        if self._pusher is not None:
+            self._gradients.note_stream(gradient)
         # The group's first gradient checked the optimizer. Leaving checks that again, and all gradients at once.
         self._params.append(param)
         waiting.append(gradient)
@@ -183,20 +185,22 @@ class Stream:
         step, index, room = self._step, param.index, self.room
         if gradient.requires_grad or index in connection.weights.awaited:
             _check(connection, param, gradient)
-        if self._pusher is None:
+        if self._pusher is None or room is None:
             check_gradient(param, gradient)
+            if self._pusher is not None:
+                self._gradients.note_stream(gradient)
+                gradient = gradient.resolve_neg()
             self._params.append(param)
             self._waiting.append(gradient)
             self._elements += param.elements
             is_full = self._elements >= ENOUGH or room is not None
         else:
             self._pusher.wait_for(index)
-            if room is not None:
-                if self._gradients.group.nbytes + gradient.nbytes > room:
-                    self._leave_together()
-                self._pusher.wait_for_room(self._gradients.group.nbytes + gradient.nbytes, room)
+            if self._gradients.group.nbytes + gradient.nbytes > room:
+                self._leave_together()
+            self._pusher.wait_for_room(self._gradients.group.nbytes + gradient.nbytes, room)
             group = self._gradients.take(param, gradient)
-            is_full = group.elements >= ENOUGH or (room is not None and (not group.nbytes or group.nbytes * _GROUPS >= room))
+            is_full = group.elements >= ENOUGH or not group.nbytes or group.nbytes * _GROUPS >= room
         step.take(index)
         param.tensor.grad = None
         if len(step.taken) == len(connection.params):
@@ -212,6 +216,9 @@ class Stream:
             self._collect(connection)
             self._gradients.push(connection.job)
         else:
+            for param in self._params:
+                self._pusher.wait_for(param.index)
+            self._collect(connection)
             if is_last:
                 self._pusher.then(connection.weights.finish_copies)
             self._pusher.push(self._gradients.leave())

@@ -130,7 +130,7 @@ class Gradients:
         group, memory = self.group, gradient
         if (self.may_be_on_device or not gradient.is_cpu) and _device.accelerator.has(gradient):
             gradient = gradient.resolve_neg()  # a device copies memory as it is
-            self._note_stream(group, gradient.device)
+            self.note_stream(gradient)
             group.nbytes += gradient.nbytes
             if self.locked is not None and self.locked.takes(gradient, scale):
                 group.straight.append((param, gradient))
@@ -166,10 +166,12 @@ class Gradients:
                 self.take(param, gradient, scale)
         return missing
 
-    def _note_stream(self, group: Group, device: torch.device) -> None:
-        stream, streams = _device.accelerator.current_stream(device), group.streams.setdefault(device, [])
-        if stream not in streams:
-            streams.append(stream)
+    def note_stream(self, gradient: Tensor) -> None:
+        """Notes that this thread's stream makes a gradient of the group, if it lies on a device."""
+        if _device.accelerator.has(gradient):
+            stream, streams = _device.accelerator.current_stream(gradient.device), self.group.streams.setdefault(gradient.device, [])
+            if stream not in streams:
+                streams.append(stream)
 
     def _staging_of(self, param: Param, gradient: Tensor) -> Tensor:
         staging = self._staging.get(param.index)
