@@ -128,6 +128,17 @@ impl Placement {
         std::iter::once(owner).chain(replica.filter(|&replica| replica != NO_SERVER && replica != owner))
     }
 
+    /// The servers that may have a shard's version of `step`, the owner first. A new replica has the version that it has
+    /// fetched.
+    pub fn sources_at(&self, shard: ShardId, step: Step) -> Vec<ServerId> {
+        let mut sources: Vec<ServerId> = self.holders_at(shard, step).collect();
+        if !self.replicas.is_empty() {
+            let later = self.holders_at(shard, Step(u64::MAX)).filter(|later| !sources.contains(later));
+            sources.extend(later.collect::<Vec<_>>());
+        }
+        sources
+    }
+
     /// The server before a change that counts from a later step than `step` on.
     fn before(&self, shard: ShardId, step: Step, is_replica: bool) -> Option<ServerId> {
         let is_later =

@@ -80,14 +80,18 @@ impl Cluster {
         self.members.read(|state| state.connected.first().copied().unwrap_or_default())
     }
 
-    /// The server that ranks pull a shard's version of a step from: its owner, unless that is lost. A new replica has the
-    /// version that it has fetched.
+    /// The server that ranks pull a shard's version of a step from: its owner, unless that is lost.
     pub(crate) fn owner_at(&self, shard: ShardId, step: Step) -> ServerId {
+        self.source_at(shard, step, 0)
+    }
+
+    /// The server that is asked for a shard's version of a step after some failures: all that may have it, in turn.
+    pub(crate) fn source_at(&self, shard: ShardId, step: Step, failures: usize) -> ServerId {
         self.members.read(|state| {
-            let holders = |step| state.placement.holders_at(shard, step);
-            let mut holders = holders(step).chain(holders(Step(u64::MAX)));
-            let living = holders.find(|server| !state.lost.contains(server));
-            living.unwrap_or(state.placement.owner_at(shard, step))
+            let mut sources = state.placement.sources_at(shard, step);
+            sources.retain(|server| !state.lost.contains(server));
+            let count = sources.len().max(1);
+            sources.get(failures % count).copied().unwrap_or(state.placement.owner_at(shard, step))
         })
     }
 

@@ -90,17 +90,14 @@ impl Fetch {
         }
     }
 
-    /// Returns the missing ranges that the next request asks for, and its server. After a failure it is another holder of
-    /// the shards, if they have replicas.
+    /// Returns the missing ranges that the next request asks for, and its server. After a failure it is another one that may
+    /// have the shards, if they have replicas.
     fn missing(&self, failures: usize) -> Option<(ServerId, Vec<v1::Slice>)> {
         let (store, cluster) = (&self.shared.store, &self.shared.pulls.cluster);
         let step = Step(self.shared.reading.version().0);
         let holder = |shard| match failures {
             0 => self.server,
-            _ => {
-                let holders: Vec<ServerId> = cluster.holders_at(shard, step).collect();
-                if holders.len() > 1 { holders[failures % 2] } else { cluster.owner_at(shard, step) }
-            }
+            _ => cluster.source_at(shard, step, failures),
         };
         let (mut server, mut slices) = (None, Vec::new());
         for (slice, range) in &self.pieces {

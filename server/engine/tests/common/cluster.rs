@@ -506,7 +506,7 @@ impl Cluster {
     pub(crate) fn image(&self, shard: ShardId, version: u64) -> Result<Option<Vec<u8>>, Fault> {
         let slice = Slice { shard, offset: 0, elements: self.layout.shard_len(shard) };
         let mut pulled = Ok(None);
-        for holder in self.placement.holders_at(shard, Step(version)) {
+        for holder in self.placement.sources_at(shard, Step(version)) {
             let job = &self.jobs[holder.0 as usize];
             job.check_slice(&slice, self.spec.image_dtype)?;
             pulled = job.copy_image(&slice, Version(version));
