@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use longshore_engine::step::Wanted;
+use longshore_engine::{ids::OwnedShard, step::Wanted};
 use longshore_proto::{Epoch, Fault, ShardId, Version};
 
 use super::{Instance, Server};
@@ -58,11 +58,12 @@ impl Server {
     /// Lets updates go on at once, where new replicas are not waited for.
     pub(super) fn lend(&self, instance: &mut Instance) {
         if self.oracle.has(Plant::LentUnawaited) {
-            let servers = instance.machine.placement().servers.clone();
-            let lost = instance.wanted.lost.clone();
-            for lost in [servers, lost] {
-                let works = instance.machine.lose(lost);
-                instance.works.extend(works);
+            let version = instance.machine.version().0;
+            for owned in (0..instance.owned.len()).map(OwnedShard) {
+                for version in version..=version + 1 {
+                    let works = instance.machine.arrived(owned, Version(version));
+                    instance.works.extend(works);
+                }
             }
         }
     }

@@ -202,25 +202,27 @@ impl Machine {
 
     /// Ends the waits for these servers, which are lost. Returns the updates that waited for replicas there.
     pub fn lose(&mut self, lost: Vec<String>) -> Vec<Work> {
-        let placement = &self.placement;
-        for shard in &mut self.shards {
-            let replica = placement.replica(shard.shard).and_then(|of| placement.servers.get(of.0 as usize));
-            if replica.is_some_and(|address| lost.contains(address)) {
-                shard.lent = None;
-            }
-        }
         self.lost = lost;
         self.forsake();
         self.release_held().collect()
     }
 
-    /// Gives up the gradients of decided steps that wait for state on a lost server. Their slots take those of the next
-    /// step: the decision on it can name the loss.
+    /// Ends the waits for lost servers, once others have each shard. Gradients of decided steps that wait for state from
+    /// there are given up: their slots take those of the next step, whose decision can name the loss.
     pub(super) fn forsake(&mut self) {
+        if self.lost.is_empty() || self.last_of(&self.lost).is_some() {
+            return;
+        }
         for index in 0..self.shards.len() {
             let shard = &self.shards[index];
-            if shard.awaited && self.lost.contains(&self.came(shard).address) {
-                let (shard, version) = (&mut self.shards[index], self.version.0);
+            let is_lost = |server| self.lost.iter().any(|lost| lost == self.address(server));
+            let is_forsaken = shard.awaited && is_lost(self.came(shard).source);
+            let is_lent_there = self.placement.replica(shard.shard).is_some_and(is_lost);
+            let (shard, version) = (&mut self.shards[index], self.version.0);
+            if is_lent_there {
+                shard.lent = None;
+            }
+            if is_forsaken {
                 shard.is_forsaken = true;
                 let decided = |slot: &&mut StepSlot| slot.step.is_some_and(|step| step.0 <= version);
                 shard.slots.iter_mut().filter(decided).for_each(StepSlot::start_over);
