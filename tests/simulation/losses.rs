@@ -247,14 +247,21 @@ impl Cluster {
             }
             return true;
         }
-        sim.note(OUTSIDE, || format!("{address} is lost, and the job shall have {:?}", wanted.servers));
         // A server that lives is told too: ranks may listen to it alone.
         let servers = lock(&self.servers).clone();
-        let told = servers
+        let alive = servers
             .iter()
             .zip(&self.addresses)
-            .filter(|(server, of)| *of == address && !self.sim.is_silent(server.process));
-        living.extend(told.map(|(server, _)| (usize::MAX, Arc::clone(server))));
+            .find(|(server, of)| *of == address && !self.sim.is_silent(server.process));
+        if let Some((server, _)) = alive {
+            // The whole job has moved there since it was taken for lost.
+            if server.last_after(wanted.clone()).is_some() {
+                self.is_beyond.store(true, Relaxed);
+                return true;
+            }
+            living.push((usize::MAX, Arc::clone(server)));
+        }
+        sim.note(OUTSIDE, || format!("{address} is lost, and the job shall have {:?}", wanted.servers));
         while !living.is_empty() {
             let (_, server) = living.swap_remove(sim.below(living.len() as u64) as usize);
             server.want(&wanted);
