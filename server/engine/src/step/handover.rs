@@ -284,13 +284,13 @@ impl Machine {
         self.release_held().collect()
     }
 
-    /// Takes the held updates that can run by now, and those of shards that a decision has taken away: updates of later
+    /// Takes the held updates that can run by now, and those of shards that are taken away or given up: updates of later
     /// shards follow them.
     pub(super) fn release_held(&mut self) -> impl Iterator<Item = Work> {
         let shards = &self.shards;
         let held = self.held.extract_if(.., |(owned, step)| {
             let shard = &shards[owned.index()];
-            shard.can_update(*step) || !shard.span.contains(&step.0)
+            shard.can_update(*step) || !shard.span.contains(&step.0) || shard.is_given_up()
         });
         held.map(|(owned, step)| Work::Update { owned, step })
     }
@@ -345,21 +345,23 @@ impl Machine {
 
     /// Returns the first update of a step from shard `owned` on. Holds back those before it whose state is on its way: the
     /// source may be lost, and ranks need the other shards to decide so. Holds all back where the step before is not done: a
-    /// server that owns other shards at step t + 1 can be ahead of step t.
+    /// server that owns other shards at step t + 1 can be ahead of step t. A frozen shard holds all back too: nothing else
+    /// makes steps wait for its state, and its source keeps that for a few steps.
     pub(super) fn next_update(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
         for owned in OwnedShards::all(self.shards.len()).skip(owned.index()) {
             let shard = &self.shards[owned.index()];
-            if !shard.span.contains(&step.0) || shard.version >= step.version() && !shard.awaited {
+            let is_made = shard.version >= step.version() && !shard.awaited;
+            if !shard.span.contains(&step.0) || is_made || shard.is_given_up() {
                 continue;
             }
             if shard.can_update(step) {
                 return Some(Work::Update { owned, step });
             }
-            let is_on_its_way = shard.awaited || shard.lent.is_some();
+            let may_pass = (shard.awaited || shard.lent.is_some()) && !shard.is_frozen();
             if !self.held.contains(&(owned, step)) {
                 self.held.push((owned, step));
             }
-            if !is_on_its_way {
+            if !may_pass {
                 return None;
             }
         }

@@ -356,6 +356,11 @@ impl ShardProgress {
             && self.lent.is_none_or(|lent| step.version() <= lent)
     }
 
+    /// Returns true if the awaited state never comes: its source is lost.
+    pub(super) fn is_given_up(&self) -> bool {
+        self.awaited && self.is_forsaken
+    }
+
     /// Returns true while a chunk is being written, or a sum formed.
     pub(super) fn is_in_use(&self) -> bool {
         let contributors = || Contributor::all(self.contributors.len());
