@@ -230,9 +230,10 @@ impl Moves {
                 tracing::warn!(%job, %step, server = self.cluster.placement().servers[server.0 as usize], "given up as lost");
             }
             if let Some(shard) = placement.last_of(&lost) {
-                let (field, limit) = ("servers given up as lost", "without the last of a shard");
+                let value = format!("servers with the last of {shard}");
+                let limit = "servers whose shards others hold too";
                 let remedy = "restore the last checkpoint on the other servers";
-                return Err(Fault::new(FaultKind::Precondition, field, shard, limit, remedy).into());
+                return Err(Fault::new(FaultKind::Precondition, "lost", value, limit, remedy).into());
             }
             // Plans count on the placement before.
             self.unused.extend(self.plan.take().into_iter().flat_map(|plan| plan.added));
