@@ -110,7 +110,7 @@ impl Cluster {
         let Some((placement, numbers)) = discover(self.job().as_str(), &peers, ends).await else {
             servers.into_iter().zip(peers).for_each(|((server, _), peer)| self.add_peer(server, peer));
             self.give_up(&lost);
-            // By the first placement not all of these may be lost: the answer that names a newer one has not come.
+            // The first placement may not allow these losses: then a newer one exists, and its answer was lost.
             for server in self.servers() {
                 self.meet(server, &self.placement().servers[server.0 as usize]).await?;
             }

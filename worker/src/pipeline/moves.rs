@@ -247,7 +247,8 @@ impl Moves {
             let epoch = Epoch(self.cluster.placement().epoch.0 + 1);
             PlacementChange { epoch, ..change }
         });
-        // A change that servers would refuse must not end the training. Without it, shards with two gradients would.
+        // A change that servers would refuse must not end the training, unless a shard has two gradients: each holder
+        // would make a version of its own.
         let checked = change.as_ref().map(|change| self.cluster.placement().check(change, step));
         if let Some(Err(fault)) = checked {
             if !differing.is_empty() {

@@ -82,7 +82,7 @@ fn combine(cluster: &Cluster, step: Step, statistics: &mut Statistics) -> Collec
                     if !entry.get().is_alike(of_shard) {
                         differing.push(shard);
                     }
-                    // The count of the holder that stays: the replica if it is the next owner.
+                    // Statistics of the holder that stays count: the replica's, if it is the next owner.
                     let newest = cluster.owner_at(shard, Step(u64::MAX));
                     let stays = cluster.holders_at(shard, step).find(|&holder| holder == newest);
                     if stays.unwrap_or(cluster.owner_at(shard, step)) == server {

@@ -106,7 +106,7 @@ impl Watcher {
             return Err(tonic::Status::unavailable("the server is behind what was watched"));
         }
         loop {
-            // A server that was given up may not know, and tell nothing.
+            // A server that was given up may not know that, and then sends nothing.
             if self.cluster.spec().replicas > 1 {
                 self.cluster.hear_of_losses().await;
                 if self.cluster.has_left(server) {

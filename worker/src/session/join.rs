@@ -108,8 +108,8 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
 /// On rank 0, different versions mean that a server has died since the takeover, with a version that it had not
 /// kept. Rank 0 then takes over once more.
 ///
-/// Where versions differ, a new incarnation fences all servers and joins them once they agree. A server that lacks the
-/// newest decision so waits for no gradient of this process. Each server records that this process joined after that
+/// Where versions differ, a new incarnation fences all servers and joins them once they agree. So a server that lacks
+/// the newest decision waits for no gradient of this process. Each server records that this process joined after that
 /// step was decided. Rank 0 reads this for a server that has lost the step, and takes the step back.
 async fn align(
     cluster: &Cluster,
