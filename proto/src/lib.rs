@@ -32,6 +32,6 @@ pub use layout::{Layout, Param, Slice};
 pub use left_out::LeftOut;
 pub use legible::{legible, legible_lines};
 pub use partition::Partition;
-pub use placement::{Handover, NO_SERVER, Placement, PlacementChange};
+pub use placement::{Handover, NO_SERVER, Placement, PlacementChange, check_max_exposed};
 pub use properties::{JobProperties, Lifetime, TierKind};
 pub use state::{Formats, MasterFormat, StateArray, StateFormat};

@@ -22,6 +22,10 @@ pub const MAX_SHARD_ELEMENTS: u64 = 1 << 30;
 /// With two arenas (`memory::few_arenas`) it was up to 32 MB in the 12 configurations of docs/plan.md.
 pub const PROCESS_BYTES: u64 = 32 * 1024 * 1024;
 
+/// Largest part of the time between two decisions that updates wait for shards that move, unless an operator says
+/// otherwise. A move then makes a step at most a twentieth longer.
+pub const DEFAULT_MAX_EXPOSED: f64 = 0.05;
+
 /// Largest payload of one data-plane message.
 pub const CHUNK_BYTES: usize = 1024 * 1024;
 /// HTTP/2 window of a server's data connection: bytes in flight while the server does not read. 16 ranks with two

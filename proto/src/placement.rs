@@ -71,6 +71,14 @@ pub struct PlacementChange {
     pub clock_ahead_ms: i64,
 }
 
+/// Checks the largest part of the time between two decisions that updates may wait for shards that move.
+pub fn check_max_exposed(part: f64) -> Result<(), Fault> {
+    if part > 0.0 && part <= 1.0 {
+        return Ok(());
+    }
+    Err(Fault::invalid("max_exposed", part, "above 0 and at most 1", "name a part of a step, as in 0.05"))
+}
+
 /// Number of steps behind the newest version for which the owner of a shard is still known. Pulls ask for the
 /// version before the newest at the oldest.
 const STEPS_KNOWN: u64 = 3;

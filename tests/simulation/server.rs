@@ -853,8 +853,9 @@ impl Server {
             let (commits, wanted) = self.until(Duration::from_secs(100_000), check).await?;
             if let Some(wanted) = wanted {
                 told = wanted.words;
-                let Wanted { servers, asked_micros, lost, .. } = wanted;
-                let event = Some(v1::event::Event::Wanted(v1::Wanted { servers, asked_micros, lost }));
+                let Wanted { servers, asked_micros, max_exposed, lost, .. } = wanted;
+                let wanted = v1::Wanted { servers, asked_micros, lost, max_exposed };
+                let event = Some(v1::event::Event::Wanted(wanted));
                 if !outgoing.send(&v1::Event { event }).await {
                     return Ok(());
                 }

@@ -7,7 +7,7 @@ use std::{
 
 use longshore_engine::{checkpoint::Store, step::Wanted};
 use longshore_proto::{
-    Fault, FaultKind, Incarnation, Version,
+    Fault, FaultKind, Incarnation, Version, check_max_exposed,
     limits::{DEFAULT_DEADLINE_MS, MAX_SERVERS},
 };
 use longshore_wire::{
@@ -219,7 +219,11 @@ impl Services {
             let limit = format!("at most {MAX_SERVERS} servers, none of which is named to train on");
             return Err(Fault::invalid("lost", lost, limit, "name the servers that Admin.Describe shows"));
         }
-        let wanted = Wanted { servers, asked_micros: request.asked_micros, lost: request.lost, words: 0 };
+        if request.max_exposed != 0.0 {
+            check_max_exposed(request.max_exposed)?;
+        }
+        let v1::ScaleRequest { asked_micros, lost, max_exposed, .. } = request;
+        let wanted = Wanted { servers, asked_micros, max_exposed, lost, words: 0 };
         let mut then = handle.wanted();
         then.take(wanted.clone(), &handle.job.placement());
         if let Some(shard) = handle.job.last_of(&then.lost) {

@@ -108,11 +108,10 @@ impl News {
             }
             News::Paused(reason) => event::Event::Paused(v1::Paused { reason: reason.clone() }),
             News::Resumed(loss_scale) => event::Event::Resumed(v1::Resumed { loss_scale: *loss_scale }),
-            News::Wanted(Wanted { servers, asked_micros, lost, .. }) => event::Event::Wanted(v1::Wanted {
-                servers: servers.clone(),
-                asked_micros: *asked_micros,
-                lost: lost.clone(),
-            }),
+            News::Wanted(wanted) => {
+                let Wanted { servers, asked_micros, max_exposed, lost, .. } = wanted.clone();
+                event::Event::Wanted(v1::Wanted { servers, asked_micros, lost, max_exposed })
+            }
         };
         Ok(v1::Event { event: Some(event) })
     }

@@ -379,8 +379,8 @@ impl Job {
     }
 
     /// Asks the job to move to these servers while it trains.
-    fn scale(&self, py: Python<'_>, servers: Vec<String>) -> PyResult<()> {
-        self.session(py, |session| session.scale(&servers))
+    fn scale(&self, py: Python<'_>, servers: Vec<String>, max_exposed: f64) -> PyResult<()> {
+        self.session(py, |session| session.scale(&servers, max_exposed))
     }
 
     /// Waits until the last step is durable, and gives the rank up. With `delete` the job is deleted; a failed

@@ -1,12 +1,14 @@
 """A job moves to other servers, while a script trains or by a checkpoint, and keeps its bits."""
 
 import contextlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from conftest import running
+from conftest import Said, running
 
 import longshore
 
@@ -26,19 +28,26 @@ def train(servers: str, moved: Callable[[longshore.AdamW, int], None]) -> list[t
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_a_script_moves_its_job_and_the_first_server_stops() -> None:
+def test_a_script_moves_its_job_and_the_first_server_stops(said: Said) -> None:
     with longshore.Server() as alone:
         expected = train(alone.address, lambda optimizer, step: None)
     first, second = longshore.Server(), longshore.Server()
 
     def move(optimizer: longshore.AdamW, step: int) -> None:
         if step == 5:
-            optimizer.scale([second.address])
+            with pytest.raises(longshore.errors.InvalidError, match="max_exposed"):
+                optimizer.scale([second.address], max_exposed=0)
+            optimizer.scale([second.address], max_exposed=0.25)
         if step == 150:
             first.close()
 
-    with second:
-        found = train(first.address, move)
+    logging.getLogger("longshore").setLevel(logging.INFO)
+    try:
+        with second:
+            found = train(first.address, move)
+    finally:
+        logging.getLogger("longshore").setLevel(logging.NOTSET)
+    assert "max_exposed=0.25" in said.wait_for("moving to other servers").getMessage()
     for known, moved in zip(expected, found, strict=True):
         assert torch.equal(known, moved)
 

@@ -16,7 +16,8 @@ use std::{
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
     Epoch, Fault, FaultKind, JobSpec, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step,
-    Version, limits::PROTOCOL,
+    Version,
+    limits::{DEFAULT_MAX_EXPOSED, PROTOCOL},
 };
 use longshore_wire::{
     Wire, fault_from_status,
@@ -42,8 +43,6 @@ use crate::{
 const AGAIN: Duration = Duration::from_secs(5);
 /// Most shards that one decision moves to a server.
 const MOST_AT_ONCE: usize = 64;
-/// Part of the time between two decisions that updates may wait for shards.
-const TOLERATED: f64 = 0.05;
 /// Decisions without a longer wait, until one more shard is tried.
 const QUIET: u32 = 4;
 /// Pause between two looks at servers that await shards.
@@ -137,6 +136,8 @@ struct Added {
 /// How many shards a decision moves to each server. The number doubles until updates have waited for a considerable part
 /// of a step, and halves then. Later one shard is added at a time.
 struct Pace {
+    /// Part of the time between two decisions that updates may wait for shards.
+    max_exposed: f64,
     shards: usize,
     has_waited: bool,
     quiet: u32,
@@ -146,8 +147,8 @@ struct Pace {
 }
 
 impl Pace {
-    fn new() -> Pace {
-        Pace { shards: 1, has_waited: false, quiet: 0, held: BTreeMap::new(), looked: None }
+    fn new(max_exposed: f64) -> Pace {
+        Pace { max_exposed, shards: 1, has_waited: false, quiet: 0, held: BTreeMap::new(), looked: None }
     }
 
     /// Takes the seconds for which updates of each server have waited so far.
@@ -155,7 +156,7 @@ impl Pace {
         let waited = held.map(|(server, held)| held - self.held.insert(server, held).unwrap_or(held));
         let waited = waited.fold(0.0, f64::max);
         let since = self.looked.replace(now).map_or(Duration::ZERO, |before| now.duration_since(before));
-        if waited > TOLERATED * since.as_secs_f64() {
+        if waited > self.max_exposed * since.as_secs_f64() {
             (self.shards, self.has_waited, self.quiet) = ((self.shards / 2).max(1), true, 0);
         } else if !self.has_waited {
             self.shards = (2 * self.shards).min(MOST_AT_ONCE);
@@ -273,7 +274,7 @@ impl Moves {
 
     /// Begins to prepare the newest wish, once no earlier change is under way.
     fn take_wish(&mut self, step: Step) {
-        let Wanted { servers, asked_micros, .. } = self.wanted.borrow().clone();
+        let Wanted { servers, asked_micros, max_exposed, .. } = self.wanted.borrow().clone();
         if let Some(replaced) = self.plan.take_if(|plan| plan.asked < asked_micros) {
             self.unused.extend(replaced.added);
         }
@@ -293,6 +294,8 @@ impl Moves {
         let is_free = self.plan.is_none() && self.preparing.is_none() && self.retiring.is_empty();
         let is_wish = asked_micros > self.reached && !servers.is_empty();
         let servers = if is_wish { servers } else { without_replicas(&placement) };
+        let is_said = is_wish && max_exposed > 0.0;
+        let max_exposed = if is_said { max_exposed } else { DEFAULT_MAX_EXPOSED };
         if is_free
             && !servers.is_empty()
             && Instant::now() >= self.not_before
@@ -303,7 +306,7 @@ impl Moves {
             unused.retain(|added| !servers.contains(&added.peer.address));
             self.preparing = Some(self.cluster.runtime.spawn_joined(async move {
                 join_all(unused.iter().map(|added| give_up(&cluster, added, incarnation))).await;
-                prepare(cluster, placement, servers, asked_micros).await
+                prepare(cluster, placement, servers, asked_micros, max_exposed).await
             }));
         }
     }
@@ -431,6 +434,7 @@ async fn prepare(
     placement: Arc<Placement>,
     wanted: Vec<String>,
     asked: u64,
+    max_exposed: f64,
 ) -> Result<Plan> {
     let mut spec = cluster.spec().clone();
     let known =
@@ -484,9 +488,9 @@ async fn prepare(
     });
     let added = try_join_all(opened).await?;
     let (shards, copies) = (moves.len(), replicas.len());
-    tracing::info!(job = %cluster.job(), servers = ?wanted, shards, replicas = copies, "moving to other servers");
+    tracing::info!(job = %cluster.job(), servers = ?wanted, shards, replicas = copies, max_exposed, "moving to other servers");
     let (moves, replicas) = (moves.into(), replicas.into());
-    Ok(Plan { asked, wanted, added, moves, replicas, pace: Pace::new() })
+    Ok(Plan { asked, wanted, added, moves, replicas, pace: Pace::new(max_exposed) })
 }
 
 /// Ends the job on a server that was opened for it and takes no part.
@@ -558,8 +562,8 @@ mod tests {
     use super::{super::plan::tests::layout, *};
 
     /// Seconds of a step, and seconds for which updates wait with so many shards a decision.
-    fn paced(step: f64, waits: impl Fn(usize) -> f64, steps: usize) -> Vec<usize> {
-        let (mut pace, start) = (Pace::new(), Instant::now());
+    fn paced(max_exposed: f64, step: f64, waits: impl Fn(usize) -> f64, steps: usize) -> Vec<usize> {
+        let (mut pace, start) = (Pace::new(max_exposed), Instant::now());
         let mut held = 0.0;
         let decision = |at: usize| {
             pace.saw([(ServerId(1), held)].into_iter(), start + Duration::from_secs_f64(step * at as f64));
@@ -571,12 +575,16 @@ mod tests {
 
     #[test]
     fn the_pace_halves_only_for_waits_that_cost_a_part_of_a_step() {
-        assert_eq!(paced(1.0, |_| 0.0, 7), [2, 4, 8, 16, 32, 64, 64]);
-        assert_eq!(paced(1.0, |_| 0.04, 4), [2, 4, 8, 16]);
+        assert_eq!(paced(DEFAULT_MAX_EXPOSED, 1.0, |_| 0.0, 7), [2, 4, 8, 16, 32, 64, 64]);
+        assert_eq!(paced(DEFAULT_MAX_EXPOSED, 1.0, |_| 0.04, 4), [2, 4, 8, 16]);
         // Six shards a step fill the link.
-        let full = paced(1.0, |shards| (shards as f64 / 6.0 - 1.0).max(0.0), 14);
+        let full = paced(DEFAULT_MAX_EXPOSED, 1.0, |shards| (shards as f64 / 6.0 - 1.0).max(0.0), 14);
         assert_eq!(full, [2, 4, 8, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6]);
-        assert_eq!(paced(1.0, |_| 0.5, 4), [2, 1, 1, 1]);
+        assert_eq!(paced(DEFAULT_MAX_EXPOSED, 1.0, |_| 0.5, 4), [2, 1, 1, 1]);
+        assert_eq!(paced(0.6, 1.0, |_| 0.5, 4), [2, 4, 8, 16]);
+        assert_eq!(paced(0.01, 1.0, |_| 0.04, 4), [2, 1, 1, 1]);
+        let halved = paced(0.5, 1.0, |shards| (shards as f64 / 6.0 - 1.0).max(0.0), 8);
+        assert_eq!(halved, [2, 4, 8, 16, 8, 8, 8, 8]);
     }
 
     #[test]
@@ -590,7 +598,7 @@ mod tests {
         let added =
             PlacementChange { added: vec!["d".into()], epoch: Epoch(3), ..PlacementChange::default() };
         placement.apply(&added, Step(6), 0);
-        let mut pace = Pace::new();
+        let mut pace = Pace::new(DEFAULT_MAX_EXPOSED);
         pace.shards = 2;
         let (moves, replicas) = (moved.moves.into(), moved.replicas.into());
         let mut plan = Plan { asked: 1, wanted: vec![], added: vec![], moves, replicas, pace };

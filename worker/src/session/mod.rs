@@ -23,7 +23,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{Incarnation, JobSpec, Layout, Rank, Version};
+use longshore_proto::{Incarnation, JobSpec, Layout, Rank, Version, check_max_exposed};
 use longshore_wire::{Author, v1};
 
 pub use self::{
@@ -306,13 +306,15 @@ impl Session {
         self.block_on(admin::delete_job(&self.cluster, again))
     }
 
-    /// Asks the job to move to these servers, while its ranks train. Returns once its servers know of the wish.
+    /// Asks the job to move to these servers, while its ranks train. Updates wait for moves at most for `max_exposed` of
+    /// the time between two decisions. Returns once its servers know of the wish.
     ///
     /// # Errors
     /// `Call` if a server refuses: `Invalid` for a list that is empty or has repetitions, `Forbidden` for an identity
-    /// without the role operator.
-    pub fn scale(&self, servers: &[String]) -> Result<()> {
-        self.block_on(admin::scale_all(&self.cluster, servers))
+    /// without the role operator. `Invalid` unless `max_exposed` is above 0 and at most 1.
+    pub fn scale(&self, servers: &[String], max_exposed: f64) -> Result<()> {
+        check_max_exposed(max_exposed)?;
+        self.block_on(admin::scale_all(&self.cluster, servers, max_exposed))
     }
 
     /// Stops the job on every server until `resume`. Rank 0 only, after `join`.

@@ -1606,7 +1606,7 @@ pub mod event {
     }
 }
 /// The servers that an operator wants the job to have (Admin.Scale). The first event of a watch where there is such a wish.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Wanted {
     /// addresses
     #[prost(string, repeated, tag = "1")]
@@ -1617,6 +1617,9 @@ pub struct Wanted {
     /// addresses of servers that are gone for good
     #[prost(string, repeated, tag = "3")]
     pub lost: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// ScaleRequest.max_exposed; 0: 0.05
+    #[prost(double, tag = "4")]
+    pub max_exposed: f64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Paused {
@@ -3102,7 +3105,7 @@ pub struct ResumeRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ResumeResponse {}
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ScaleRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
@@ -3118,6 +3121,9 @@ pub struct ScaleRequest {
     /// addresses of servers that are gone for good, as the operator says: no longer waited for
     #[prost(string, repeated, tag = "5")]
     pub lost: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// largest part of a step that updates may wait for moves, above 0, at most 1; 0: 0.05
+    #[prost(double, tag = "6")]
+    pub max_exposed: f64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ScaleResponse {}

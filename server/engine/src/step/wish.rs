@@ -9,6 +9,8 @@ use super::{handover::Awaited, machine::Machine};
 pub struct Wanted {
     pub servers: Vec<String>,
     pub asked_micros: u64,
+    /// Largest part of the time between two decisions that updates may wait for moves. 0: the default.
+    pub max_exposed: f64,
     /// Addresses of servers that are gone for good, as an operator says.
     pub lost: Vec<String>,
     /// Number of words so far, by which a watcher knows what it has heard. An operator's clock may be late.

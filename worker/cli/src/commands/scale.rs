@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::Context;
-use longshore_proto::{Fault, FaultKind, Placement};
+use longshore_proto::{Fault, FaultKind, Placement, check_max_exposed};
 use longshore_wire::{Wire, v1};
 use longshore_worker::session::whole;
 use serde_json::json;
@@ -44,6 +44,9 @@ pub(super) struct Args {
     /// a lost step
     #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...")]
     lost: Vec<String>,
+    /// Largest part of a step that updates may wait for shards that move, above 0 and at most 100 percent
+    #[arg(long, default_value = "5%", value_name = "PERCENT", value_parser = parse_percent)]
+    max_exposed: f64,
     /// Say what would move and whether it fits in the servers' memory, and move nothing
     #[arg(long, conflicts_with = "wait")]
     dry_run: bool,
@@ -53,6 +56,19 @@ pub(super) struct Args {
     /// With --wait: seconds without a moved shard after which to give up waiting
     #[arg(long, default_value_t = 600, value_name = "SECONDS")]
     patience: u64,
+}
+
+/// Parses `5%` or `5` into a part of a step.
+fn parse_percent(text: &str) -> Result<f64, Fault> {
+    let part = text.strip_suffix('%').unwrap_or(text).parse::<f64>().map(|percent| percent / 100.0);
+    part.ok().filter(|&part| check_max_exposed(part).is_ok()).ok_or_else(|| {
+        Fault::invalid(
+            "--max-exposed",
+            text,
+            "above 0 % and at most 100 %",
+            "name a part of a step, as in 5%",
+        )
+    })
 }
 
 /// A job's servers, as one of them says.
@@ -200,6 +216,7 @@ impl Args {
                 asked_micros,
                 check: true,
                 lost: self.lost.clone(),
+                max_exposed: self.max_exposed,
             };
             let planned = Plan::make(&members, &seen, &request, access).and_then(|plan| {
                 if !self.dry_run {
@@ -365,4 +382,20 @@ fn look(servers: &Servers, job: &str) -> anyhow::Result<Seen> {
     let is_member = |answer: &v1::DescribeResponse| placement.members().any(|of| of.0 == answer.server);
     found.retain(is_member);
     Ok(Seen { placement, answers: found })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_percent;
+
+    #[test]
+    fn a_part_of_a_step_is_a_percentage() {
+        for (text, part) in [("5%", 0.05), ("5", 0.05), ("0.5%", 0.005), ("100", 1.0)] {
+            assert_eq!(parse_percent(text), Ok(part));
+        }
+        for text in ["", "%", "0", "-1", "101%", "5%%", "nan", "inf", "five"] {
+            let refused = parse_percent(text).unwrap_err();
+            assert_eq!((&*refused.field, &*refused.value), ("--max-exposed", text));
+        }
+    }
 }
