@@ -125,7 +125,7 @@ mod tests {
         let channel = local::channel(server.address()).unwrap();
         let caller = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let mut admin = AdminClient::new(channel.clone());
-        let listed = caller.block_on(admin.list_jobs(ListJobsRequest {})).unwrap().into_inner();
+        let listed = caller.block_on(admin.list_jobs(ListJobsRequest::default())).unwrap().into_inner();
         assert!(listed.jobs.is_empty() && listed.unix_micros > 0);
         let mut health = HealthClient::new(channel);
         let watched = caller.block_on(health.watch(HealthCheckRequest::default()));
@@ -135,7 +135,7 @@ mod tests {
         drop(server);
         assert_eq!(caller.block_on(healths.message()).unwrap_err().code(), Code::Unavailable);
         assert_eq!(
-            caller.block_on(admin.list_jobs(ListJobsRequest {})).unwrap_err().code(),
+            caller.block_on(admin.list_jobs(ListJobsRequest::default())).unwrap_err().code(),
             Code::Unavailable
         );
         assert!(local::channel(&address).is_none());

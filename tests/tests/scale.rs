@@ -261,10 +261,15 @@ fn a_job_on_drives_shrinks_to_any_of_its_servers() {
     shrinks("nvme", &["--delay", "1", "--warmup-steps", "0"], &["--spill", "all", "--storage-buffers", "2"]);
 }
 
-/// A server without memory for its shards is refused by name, and training goes on where it is.
+/// A server without memory for any shard is refused by name, and training goes on where it is. A server with less room
+/// than the others has the shards that fit.
 #[test]
-fn a_server_without_room_holds_up_no_step() {
-    let servers = [ServerOptions::new().start(), ServerOptions::new().memory("8MiB").start()];
+fn a_server_with_little_room_holds_up_no_step() {
+    let servers = [
+        ServerOptions::new().args(FLAGS).start(),
+        ServerOptions::new().memory("8MiB").start(),
+        ServerOptions::new().start(),
+    ];
     let train = Train::new(STEPS).args(["--layers", "3"]);
     let expected = train.undisturbed().hash;
     let mut running = train.clone().servers(&server::addresses(&servers[..1])).start();
@@ -274,6 +279,20 @@ fn a_server_without_room_holds_up_no_step() {
     assert!(refused.stderr.contains("memory") && refused.stderr.contains("raise --memory"), "{refused:?}");
     let nowhere = scale(&servers[..1], &[&servers[0], &servers[0]], &[]);
     assert!(nowhere.code == 1 && nowhere.stderr.contains("each once"), "{nowhere:?}");
+    let part = |to: &Longshored, key: &str| {
+        let planned = scale(&servers[..1], &[&servers[0], to], &["--dry-run", "--json"]);
+        assert_eq!(planned.code, 0, "{planned:?}");
+        let plan: serde_json::Value = serde_json::from_str(&planned.stdout).expect("JSON");
+        plan["parts"][1][key].as_u64().expect(key)
+    };
+    let even = part(&servers[2], "shards_then");
+    let memory = part(&servers[2], "takes_bytes") - 1;
+    let little = ServerOptions::new().memory(&memory.to_string()).start();
+    assert_eq!(part(&little, "shards_then"), even - 1);
+    let done = scale(&servers[..1], &[&servers[0], &little], &["--wait"]);
+    assert_eq!(done.code, 0, "{done:?}");
+    let page = http::json(&http::address(&servers[0]), "/status.json");
+    assert_eq!(page["jobs"][0]["members"][1]["shards"].as_u64(), Some(even - 1), "{page}");
     assert_eq!(running.finish().end.state_hash, expected);
 }
 

@@ -25,10 +25,10 @@ use std::{
 
 use longshore_engine::{
     admission::{Budget, Need},
-    job::{Compute, Job},
+    job::{Compute, Job, room},
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
-use longshore_proto::{Epoch, Fault, FaultKind, JobName, Placement, ServerId, fault::DELETED};
+use longshore_proto::{Epoch, Fault, FaultKind, JobName, JobSpec, Placement, ServerId, fault::DELETED};
 
 use self::turns::Turn;
 pub(crate) use self::{
@@ -381,6 +381,25 @@ impl Jobs {
              moves the job"
         );
         Fault { remedy, ..differs }
+    }
+
+    /// Returns the number of a job's shards for which there is room beside those that are here.
+    pub(crate) async fn room(self: Arc<Self>, spec: JobSpec) -> Result<usize, Fault> {
+        let layout = spec.validate()?;
+        blocking(move || {
+            let handle = match self.get(spec.name.as_str()) {
+                Ok(handle) => Some(handle),
+                Err(fault) if fault.kind == FaultKind::NotFound => None,
+                Err(fault) => return Err(fault),
+            };
+            let kept = match handle {
+                Some(handle) if !handle.job.is_spare() => return Ok(handle.job.room(&self.storage)),
+                // Rank 0 opens a spare job anew.
+                spare => spare.map_or(0, |handle| handle.job.memory_bytes()),
+            };
+            Ok(room(&spec, &layout, &self.storage, self.budget.free() + kept))
+        })
+        .await
     }
 
     /// Refuses a new job whose memory stored jobs need, which are not recovered yet.

@@ -7,11 +7,11 @@ use std::{
 
 use longshore_engine::{checkpoint::Store, step::Wanted};
 use longshore_proto::{
-    Fault, FaultKind, Incarnation, Version, check_max_exposed,
+    Fault, FaultKind, Incarnation, JobSpec, Version, check_max_exposed,
     limits::{DEFAULT_DEADLINE_MS, MAX_SERVERS},
 };
 use longshore_wire::{
-    self as wire, Author,
+    self as wire, Author, Wire,
     v1::{self, admin_server::Admin},
 };
 use tonic::{Request, Response, Status};
@@ -37,8 +37,11 @@ impl Admin for Services {
         request: Request<v1::ListJobsRequest>,
     ) -> Result<Response<v1::ListJobsResponse>, Status> {
         let caller = Caller::of(request.extensions()).map_err(|fault| refuse("ListJobs", "", fault))?;
-        let answer = || Ok(self.list_for(&caller));
-        let answer = Room::of(request.extensions()).make(default_deadline(), answer).await;
+        let answers = Room::of(request.extensions());
+        let room = self.room_for(&caller, request.into_inner().spec).await;
+        let shard_room = room.map_err(|fault| refuse("ListJobs", "", fault))?;
+        let answer = || Ok(v1::ListJobsResponse { shard_room, ..self.list_for(&caller) });
+        let answer = answers.make(default_deadline(), answer).await;
         answer.map(Kept::answer).map_err(|fault| refuse("ListJobs", "", fault))
     }
 
@@ -195,7 +198,17 @@ impl Services {
             memory_reserved,
             release: env!("CARGO_PKG_VERSION").into(),
             unix_micros: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_micros() as u64),
+            shard_room: None,
         }
+    }
+
+    /// Returns the number of a job's further shards that fit here. None without a job.
+    async fn room_for(&self, caller: &Caller, spec: Option<v1::JobSpec>) -> Result<Option<u32>, Fault> {
+        let Some(spec) = spec else { return Ok(None) };
+        let spec = JobSpec::from_wire(Some(spec))?;
+        caller.permit(&spec.name)?;
+        let shards = self.jobs.clone().room(spec).await?;
+        Ok(Some(u32::try_from(shards).unwrap_or(u32::MAX)))
     }
 
     fn scale_job(&self, request: v1::ScaleRequest) -> Result<(), Fault> {

@@ -136,7 +136,7 @@ fn one_certificate_of_an_identity_is_revoked_and_its_connections_end() {
     folders.authority.write_client(&kept, "worker", Life::Valid);
     let runtime = Runtime::new().unwrap();
     let mut admin = AdminClient::new(runtime.block_on(connect(&server, &lost)));
-    let mut call = || runtime.block_on(admin.list_jobs(ListJobsRequest {}));
+    let mut call = || runtime.block_on(admin.list_jobs(ListJobsRequest::default()));
     assert!(call().is_ok());
     folders.list(&format!("revoked_sha256 = [{:?}]\n{workers}", fingerprint(&lost)));
     server.process.hang_up();

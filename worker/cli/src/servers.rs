@@ -184,8 +184,8 @@ impl Servers {
         silent: &mut Silent,
     ) -> Vec<(String, v1::ListJobsResponse)> {
         let mut lists = Vec::new();
-        for (address, answer) in
-            self.answers_within(patience, async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)
+        for (address, answer) in self
+            .answers_within(patience, async |mut admin| admin.list_jobs(v1::ListJobsRequest::default()).await)
         {
             match answer {
                 Ok(list) => lists.push((address, list)),
@@ -272,7 +272,8 @@ impl Servers {
     }
 
     fn jobs(&self) -> anyhow::Result<Vec<String>> {
-        let lists = self.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)?;
+        let lists =
+            self.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest::default()).await)?;
         Ok(jobs_of(&lists))
     }
 }

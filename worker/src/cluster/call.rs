@@ -178,7 +178,7 @@ impl Cluster {
 
     /// Returns a server's clock, in ms since 1970. None if the server does not say it within 2 s.
     pub(crate) async fn clock(&self, server: ServerId) -> Option<u64> {
-        let ask = |peer: Peer| async move { peer.admin().list_jobs(ListJobsRequest {}).await };
+        let ask = |peer: Peer| async move { peer.admin().list_jobs(ListJobsRequest::default()).await };
         let asked = self.call_for(server, "ListJobs", None, (GLANCE, Duration::ZERO), ask).await;
         asked.ok().map(|answer| answer.unix_micros / 1000).filter(|&now| now > 0)
     }

@@ -22,8 +22,8 @@ use longshore_proto::{
 use longshore_wire::{
     Wire, fault_from_status,
     v1::{
-        BeginRequest, DescribeResponse, JoinRequest, OpenJobRequest, OpenJobResponse, RankMember,
-        RetireRequest, Wanted,
+        BeginRequest, DescribeResponse, JoinRequest, ListJobsRequest, OpenJobRequest, OpenJobResponse,
+        RankMember, RetireRequest, Wanted,
     },
 };
 use tokio::sync::watch;
@@ -472,21 +472,31 @@ async fn prepare(
     let numbered: Vec<(ServerId, String)> = (first..).map(ServerId).zip(new).collect();
     let addresses: Vec<String> = numbered.iter().map(|(_, address)| address.clone()).collect();
     members.extend(numbered.iter().map(|(server, _)| *server));
+    let dialled = numbered.into_iter().map(async |(server, address)| -> Result<Added> {
+        let start = Instant::now();
+        let peer = cluster.dial(&address, (start, start + cluster.options.deadline)).await?;
+        Ok(Added { server, peer })
+    });
+    let added = try_join_all(dialled).await?;
+    let known =
+        members.iter().filter(|server| server.0 < first).map(|&server| (server, cluster.peer(server)));
+    let all = known.chain(added.iter().map(|Added { server, peer }| (*server, peer)));
+    let rooms = all.map(async |(server, peer)| -> Result<(ServerId, Option<u32>)> {
+        let (request, time) = (ListJobsRequest { spec: Some(spec.to_wire()) }, cluster.options.deadline);
+        let answer = ask(&cluster, peer, "ListJobs", time, async { peer.admin().list_jobs(request).await });
+        Ok((server, answer.await?.shard_room))
+    });
+    let rooms = try_join_all(rooms).await?.into_iter();
+    let room = rooms.filter_map(|(server, room)| Some((server, room? as usize))).collect();
     let Moved { moves, replicas, placement: mut target } =
-        plan_moves(&placement, &cluster.layout, &members, &addresses);
+        plan_moves(&placement, &cluster.layout, &members, &addresses, &room);
     target.epoch.0 += 1;
     let (target, spec) = (&target, &spec);
     let gets = |server: ServerId| moves.iter().chain(&replicas).any(|(_, to)| *to == server);
     for &server in members.iter().filter(|&&server| server.0 < first && gets(server)) {
         open(spec, server, cluster.peer(server), target, false).await?;
     }
-    let opened = numbered.into_iter().map(async |(server, address)| -> Result<Added> {
-        let start = Instant::now();
-        let peer = cluster.dial(&address, (start, start + cluster.options.deadline)).await?;
-        open(spec, server, &peer, target, true).await?;
-        Ok(Added { server, peer })
-    });
-    let added = try_join_all(opened).await?;
+    try_join_all(added.iter().map(|Added { server, peer }| open(spec, *server, peer, target, true))).await?;
     let (shards, copies) = (moves.len(), replicas.len());
     tracing::info!(job = %cluster.job(), servers = ?wanted, shards, replicas = copies, max_exposed, "moving to other servers");
     let (moves, replicas) = (moves.into(), replicas.into());
@@ -593,7 +603,8 @@ mod tests {
         let mut placement = Placement::striped(names, 24).with_replicas();
         let lost = PlacementChange { lost: vec![ServerId(1)], epoch: Epoch(2), ..PlacementChange::default() };
         placement.apply(&lost, Step(5), 0);
-        let moved = plan_moves(&placement, &layout, &[0, 2, 3].map(ServerId), &["d".into()]);
+        let moved =
+            plan_moves(&placement, &layout, &[0, 2, 3].map(ServerId), &["d".into()], &BTreeMap::new());
         assert_eq!((moved.moves.len(), moved.replicas.len()), (8, 16));
         let added =
             PlacementChange { added: vec!["d".into()], epoch: Epoch(3), ..PlacementChange::default() };

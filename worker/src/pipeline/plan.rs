@@ -15,93 +15,183 @@ pub struct Moved {
 }
 
 /// Plans the moves to the wanted servers. `added` are the addresses of those that are new, in the order of their numbers.
-pub fn plan_moves(placement: &Placement, layout: &Layout, wanted: &[ServerId], added: &[String]) -> Moved {
+/// `room` is the number of shards that a server has room for beside those that it holds; a server without an entry has no
+/// limit. Limits that no plan keeps are left to the servers, which refuse with what they lack.
+pub fn plan_moves(
+    placement: &Placement,
+    layout: &Layout,
+    wanted: &[ServerId],
+    added: &[String],
+    room: &BTreeMap<ServerId, usize>,
+) -> Moved {
     let mut target = placement.clone();
     target.servers.extend(added.iter().cloned());
-    if placement.unreplicated() > 0
-        && let Some(moved) = replicas_first(&target, layout, wanted)
-    {
-        return moved;
+    let plan = |left| plan_within(&target, layout, wanted, &Room { before: placement, left });
+    let moved = plan(room.clone()).or_else(|| plan(BTreeMap::new()));
+    moved.unwrap_or(Moved { moves: Vec::new(), replicas: Vec::new(), placement: target.clone() })
+}
+
+/// Room of servers for shards that they do not hold yet.
+#[derive(Clone)]
+struct Room<'a> {
+    /// The placement before any move.
+    before: &'a Placement,
+    /// Shards that fit yet, by server. A server without an entry has no limit.
+    left: BTreeMap<ServerId, usize>,
+}
+
+impl Room<'_> {
+    fn left(&self, server: ServerId) -> usize {
+        self.left.get(&server).copied().unwrap_or(usize::MAX)
     }
-    let moves = assign(placement, layout, wanted);
+
+    fn has(&self, server: ServerId, shard: ShardId) -> bool {
+        self.before.holds(server, shard) || self.left(server) > 0
+    }
+
+    fn take(&mut self, server: ServerId, shard: ShardId) {
+        if let (false, Some(left)) = (self.before.holds(server, shard), self.left.get_mut(&server)) {
+            *left = left.saturating_sub(1);
+        }
+    }
+
+    /// Returns the shards that fit beside those that must leave other servers.
+    fn spare(&self, placement: &Placement, wanted: &[ServerId]) -> usize {
+        let holders = placement.owners.iter().chain(&placement.replicas);
+        let leaving = holders.filter(|server| !wanted.contains(server)).count();
+        let all = wanted.iter().map(|&server| self.left(server)).fold(0, usize::saturating_add);
+        all.saturating_sub(leaving)
+    }
+}
+
+/// Returns None if no plan was found that keeps the limits of `room`.
+fn plan_within(placement: &Placement, layout: &Layout, wanted: &[ServerId], room: &Room) -> Option<Moved> {
+    if wanted.iter().any(|&server| room.left(server) == 0 && placement.held(server).is_empty()) {
+        return None;
+    }
+    if placement.unreplicated() > 0
+        && let Some(moved) = replicas_first(placement, layout, wanted, &mut room.clone())
+    {
+        return Some(moved);
+    }
+    let (mut target, mut room) = (placement.clone(), room.clone());
+    let moves = assign_among(placement, layout, wanted, &mut room, |_, _| true)?;
     for &(shard, to) in &moves {
         target.owners[shard.index()] = to;
         if target.replica(shard) == Some(to) {
             target.replicas[shard.index()] = NO_SERVER;
         }
     }
-    let replicas = replicate(&target, layout, wanted);
+    let replicas = replicate(&target, layout, wanted, &mut room);
     for &(shard, to) in &replicas {
         target.replicas[shard.index()] = to;
     }
-    Moved { moves, replicas, placement: target }
+    let is_legal = wanted.len() == 1 || target.unreplicated() == 0;
+    is_legal.then_some(Moved { moves, replicas, placement: target })
 }
 
 /// Plans replicas of the shards where they are, and then moves of shards to servers that have no replica of them. None if
 /// that leaves replicas uneven, or some server cannot be left.
-fn replicas_first(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Option<Moved> {
+fn replicas_first(
+    placement: &Placement,
+    layout: &Layout,
+    wanted: &[ServerId],
+    room: &mut Room,
+) -> Option<Moved> {
     let mut target = placement.clone();
-    let replicas = replicate(&target, layout, wanted);
+    let replicas = replicate(&target, layout, wanted, room);
     for &(shard, to) in &replicas {
         target.replicas[shard.index()] = to;
     }
     let may_take = |server: ServerId, shard: ShardId| target.replica(shard) != Some(server);
-    let moves = assign_among(&target, layout, wanted, may_take)?;
+    let moves = assign_among(&target, layout, wanted, room, may_take)?;
     for &(shard, to) in &moves {
         target.owners[shard.index()] = to;
     }
-    let is_even = replicate(&target, layout, wanted).is_empty();
-    is_even.then_some(Moved { moves, replicas, placement: target })
+    let is_even = replicate(&target, layout, wanted, room).is_empty();
+    let is_legal = wanted.len() == 1 || target.unreplicated() == 0;
+    (is_even && is_legal).then_some(Moved { moves, replicas, placement: target })
 }
 
-/// Chooses the moves after which the wanted servers own about as many elements each, and no other server owns any.
-/// Forward order is kept mixed over the servers.
-fn assign(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Vec<(ShardId, ServerId)> {
-    assign_among(placement, layout, wanted, |_, _| true).unwrap_or_default()
+/// Returns even shares of the elements. A server whose cap is below its share has its cap, and the others share the rest.
+/// None if the caps together are below `total`.
+fn shares(total: u64, caps: &BTreeMap<ServerId, u64>) -> Option<BTreeMap<ServerId, u64>> {
+    if caps.values().fold(0, |sum: u64, &cap| sum.saturating_add(cap)) < total {
+        return None;
+    }
+    let (mut shares, mut rest, mut open) = (BTreeMap::new(), total, caps.clone());
+    loop {
+        let level = rest / open.len().max(1) as u64;
+        let full: Vec<(ServerId, u64)> = open.extract_if(.., |_, cap| *cap < level).collect();
+        if full.is_empty() {
+            shares.extend(open.into_keys().map(|server| (server, level)));
+            return Some(shares);
+        }
+        rest -= full.iter().map(|(_, cap)| cap).sum::<u64>();
+        shares.extend(full);
+    }
 }
 
-/// Moves of [`assign`], where a server takes only some of the shards. None if no server takes a shard that must move.
+/// Chooses the moves after which the wanted servers own about as many elements each, as far as they have room, and no
+/// other server owns any. Forward order is kept mixed over the servers. None if no server takes a shard that must move.
 fn assign_among(
     placement: &Placement,
     layout: &Layout,
     wanted: &[ServerId],
+    room: &mut Room,
     may_take: impl Fn(ServerId, ShardId) -> bool,
 ) -> Option<Vec<(ShardId, ServerId)>> {
     let shards: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
     let length = |shard: ShardId| layout.shard_len(shard);
     let total: u64 = shards.iter().map(|&shard| length(shard)).sum();
-    let share = total / wanted.len().max(1) as u64;
+    let longest = shards.iter().map(|&shard| length(shard)).max().unwrap_or_default();
     let load = |&server: &ServerId| (server, placement.owned(server).into_iter().map(length).sum());
     let mut loads: BTreeMap<ServerId, u64> = wanted.iter().map(load).collect();
+    // A replica becomes the owner without more room.
+    let cap = |(&server, load): (&ServerId, &u64)| {
+        let held: u64 = room.before.held(server).into_iter().map(length).sum();
+        let more = u64::try_from(room.left(server)).unwrap_or(u64::MAX).saturating_mul(longest);
+        (server, held.max(*load).saturating_add(more))
+    };
+    let shares = shares(total, &loads.iter().map(cap).collect())?;
     let (mut leaving, mut free) = (Vec::new(), Vec::new());
-    let may_go =
-        |&shard: &ShardId| wanted.iter().any(|&server| loads[&server] < share && may_take(server, shard));
+    let may_go = |&shard: &ShardId| {
+        let gets = |&server: &ServerId| loads[&server] < shares[&server] && room.has(server, shard);
+        wanted.iter().any(|server| gets(server) && may_take(*server, shard))
+    };
     for &server in wanted {
         let owned = placement.owned(server);
         let (load, count) = (loads[&server], owned.len() as u64);
         let mean = (load / count.max(1)).max(1);
         let owned: Vec<ShardId> = owned.into_iter().filter(may_go).collect();
-        let surplus = ((load.saturating_sub(share) / mean) as usize).min(owned.len());
+        let surplus = load.saturating_sub(shares[&server]).div_ceil(mean);
+        let surplus = (surplus as usize).min(owned.len());
         free.extend((0..surplus).map(|at| owned[at * owned.len() / surplus]));
     }
     leaving.extend(shards.iter().copied().filter(|&shard| !loads.contains_key(&placement.owner(shard))));
     let mut all: Vec<(ShardId, bool)> = leaving.into_iter().map(|shard| (shard, true)).collect();
     all.extend(free.into_iter().map(|shard| (shard, false)));
     all.sort_unstable();
-    let mut moves = Vec::new();
+    let (mut moves, mut spare) = (Vec::new(), room.spare(placement, wanted));
     for (shard, must) in all {
         let owner = placement.owner(shard);
-        let others = wanted.iter().copied().filter(|&server| server != owner && may_take(server, shard));
-        let Some(to) = others.min_by_key(|server| loads[server]) else {
+        let takes = |&server: &ServerId| {
+            server != owner && room.has(server, shard) && may_take(server, shard) && (must || spare > 0)
+        };
+        // Servers with less room fill as evenly as the others.
+        let fill = |server: &ServerId| (u128::from(loads[server]) << 64) / u128::from(shares[server].max(1));
+        let Some(to) = wanted.iter().copied().filter(takes).min_by_key(fill) else {
             if must {
                 return None;
             }
             continue;
         };
         let bytes = length(shard);
-        if !must && loads[&to] + bytes > loads[&owner] {
+        if !must && loads[&to] + bytes >= loads[&owner] {
             continue;
         }
+        spare -= usize::from(!must && !room.before.holds(to, shard)).min(spare);
+        room.take(to, shard);
         *loads.entry(to).or_default() += bytes;
         if let Some(load) = loads.get_mut(&owner) {
             *load -= bytes;
@@ -118,8 +208,13 @@ pub(super) fn without_replicas(placement: &Placement) -> Vec<String> {
 }
 
 /// Chooses the new replicas after which each shard has one, on a server that does not own it, and the wanted servers have
-/// about as many elements of them each. A single server has no replicas.
-fn replicate(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Vec<(ShardId, ServerId)> {
+/// about as many elements of them each. A single server has no replicas, nor has a shard that no server has room for.
+fn replicate(
+    placement: &Placement,
+    layout: &Layout,
+    wanted: &[ServerId],
+    room: &mut Room,
+) -> Vec<(ShardId, ServerId)> {
     let mut loads: BTreeMap<ServerId, u64> = wanted.iter().map(|&server| (server, 0)).collect();
     let mut replicas = placement.replicas.clone();
     let shards = || (0..).map(ShardId).zip(&placement.owners);
@@ -131,20 +226,23 @@ fn replicate(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Vec
         }
     }
     let share = layout.elements() / wanted.len().max(1) as u64;
+    let mut spare = room.spare(placement, wanted);
     for (shard, &owner) in shards().take(replicas.len()) {
         let (replica, elements) = (replicas[shard.index()], layout.shard_len(shard));
         let stays = stays(replica, owner);
-        if stays && loads[&replica] <= share + elements {
+        if stays && (loads[&replica] <= share + elements || spare == 0) {
             continue;
         }
-        let others = wanted.iter().copied().filter(|&server| server != owner);
+        let others = wanted.iter().copied().filter(|&server| server != owner && room.has(server, shard));
         let least = others.min_by_key(|server| loads[server]).unwrap_or(NO_SERVER);
         if stays && loads.get(&least).is_none_or(|load| load + elements >= loads[&replica]) {
             continue;
         }
         if stays {
             loads.entry(replica).and_modify(|load| *load -= elements);
+            spare -= usize::from(!room.before.holds(least, shard)).min(spare);
         }
+        room.take(least, shard);
         loads.entry(least).and_modify(|load| *load += elements);
         replicas[shard.index()] = least;
     }
@@ -192,6 +290,7 @@ pub(super) mod tests {
     use std::collections::BTreeSet;
 
     use longshore_proto::{JobName, JobSpec, Param, limits::BLOCK_ELEMENTS};
+    use proptest::prelude::*;
 
     use super::*;
 
@@ -199,6 +298,12 @@ pub(super) mod tests {
         let params = vec![Param { name: "all".into(), shape: vec![shards * BLOCK_ELEMENTS], group: 0 }];
         let spec = JobSpec::new(JobName::parse("name", "moved").unwrap(), params);
         JobSpec { shard_elements: BLOCK_ELEMENTS, ..spec }.validate().unwrap()
+    }
+
+    /// Moves between servers without limits.
+    fn assign(placement: &Placement, layout: &Layout, wanted: &[ServerId]) -> Vec<(ShardId, ServerId)> {
+        let mut room = Room { before: placement, left: BTreeMap::new() };
+        assign_among(placement, layout, wanted, &mut room, |_, _| true).unwrap()
     }
 
     fn owned(placement: &Placement, moves: &[(ShardId, ServerId)]) -> BTreeMap<ServerId, Vec<u32>> {
@@ -232,7 +337,7 @@ pub(super) mod tests {
             let wanted: Vec<ServerId> = servers.iter().copied().map(ServerId).collect();
             let added: Vec<String> =
                 (3..=servers.iter().copied().max().unwrap_or(0)).map(|of| of.to_string()).collect();
-            let moved = plan_moves(placement, &layout, &wanted, &added);
+            let moved = plan_moves(placement, &layout, &wanted, &added, &BTreeMap::new());
             for server in &wanted {
                 let replicas = moved.placement.replicas.iter().filter(|&of| of == server).count();
                 assert!(replicas <= most, "{replicas} of {server}");
@@ -291,5 +396,85 @@ pub(super) mod tests {
         let moves = assign(&placement, &layout, &[0, 1].map(ServerId));
         assert!(moves.iter().all(|(shard, _)| shard.0 % 3 == 2) && moves.len() == 3, "{moves:?}");
         assert_eq!(assign(&placement, &layout, &[0, 1, 2].map(ServerId)), Vec::new());
+    }
+
+    #[test]
+    fn a_server_with_less_room_has_what_fits_and_the_others_share_the_rest() {
+        let (layout, placement) = (layout(24), Placement::striped(vec!["a".into(), "b".into()], 24));
+        let (wanted, added) = ([0, 1, 2, 3].map(ServerId), ["c".into(), "d".into()]);
+        let plan = |room: &[usize]| {
+            let room = wanted.into_iter().zip(room.iter().copied()).collect();
+            plan_moves(&placement, &layout, &wanted, &added, &room)
+        };
+        let counts = |moved: &Moved| wanted.map(|server| moved.placement.owned(server).len());
+        let moved = plan(&[0, 0, 2, 90]);
+        assert_eq!((counts(&moved), moved.moves.len()), ([7, 8, 2, 7], 9));
+        // Shards of the server with less room are not all from the model's first layers.
+        let of_c = moved.placement.owned(ServerId(2));
+        assert!(of_c[1].0 - of_c[0].0 > 8, "{of_c:?}");
+        let even = plan_moves(&placement, &layout, &wanted, &added, &BTreeMap::new());
+        assert_eq!((counts(&even), plan(&[90; 4]).moves), ([6; 4], even.moves));
+        // Without a plan within all limits the shares are even, and the servers say what they lack.
+        assert_eq!(counts(&plan(&[90, 90, 0, 90])), [6; 4]);
+    }
+
+    /// Owners of shards, and for each server its room, which may be without limit, and whether the job stays there.
+    fn cases() -> impl Strategy<Value = (Vec<u32>, Vec<usize>, Vec<bool>)> {
+        let room = prop_oneof![4 => 0..40usize, 1 => Just(usize::MAX)];
+        let servers = prop::collection::vec((room, prop::bool::weighted(0.8)), 2..7);
+        (2..48usize, servers).prop_flat_map(|(shards, servers)| {
+            let owners = prop::collection::vec(0..servers.len() as u32, shards);
+            let (rooms, stays) = servers.into_iter().unzip();
+            (owners, Just(rooms), Just(stays))
+        })
+    }
+
+    /// Checks a plan: each shard once on the wanted servers, no server above its room, even shares, and few moves.
+    fn check(owners: &[u32], rooms: &[usize], stays: &[bool], has_replicas: bool) {
+        let (layout, all) = (layout(owners.len() as u64), (0..rooms.len() as u32).map(ServerId));
+        let shards = layout.shards() as usize;
+        let names = all.clone().map(|server| server.to_string()).collect();
+        let owners = owners.iter().copied().map(ServerId).collect();
+        let placement = Placement { owners, ..Placement::striped(names, layout.shards()) };
+        let placement = if has_replicas { placement.with_replicas() } else { placement };
+        let mut wanted: Vec<ServerId> = all.clone().filter(|server| stays[server.0 as usize]).collect();
+        if wanted.is_empty() {
+            wanted.push(ServerId(0));
+        }
+        wanted.truncate(shards);
+        let room = Room { before: &placement, left: all.clone().zip(rooms.iter().copied()).collect() };
+        let copies = if has_replicas && wanted.len() > 1 { 2 } else { 1 };
+        let Some(moved) = plan_within(&placement, &layout, &wanted, &room) else {
+            let held = |server: ServerId| placement.held(server).len();
+            let places = wanted.iter().map(|&server| held(server).saturating_add(room.left(server)));
+            let is_bare = wanted.iter().any(|&server| held(server) == 0 && room.left(server) == 0);
+            // Replicas may fit in sum, and yet on no other server than the owner.
+            assert!(is_bare || has_replicas || places.fold(0, usize::saturating_add) < shards);
+            return;
+        };
+        let then = &moved.placement;
+        for shard in (0..layout.shards()).map(ShardId) {
+            assert!(wanted.contains(&then.owner(shard)), "{shard} is on no wanted server");
+            assert_ne!(then.replica(shard), Some(then.owner(shard)));
+            assert_eq!(then.replica(shard).is_some(), copies == 2);
+        }
+        let left = |server: ServerId| {
+            let gained = then.held(server).into_iter().filter(|&shard| !placement.holds(server, shard));
+            room.left(server).checked_sub(gained.count()).expect("no more than there is room for")
+        };
+        let least = wanted.iter().filter(|&&server| left(server) > 0 && !has_replicas);
+        let least = least.map(|&server| then.owned(server).len()).min().unwrap_or(shards);
+        let most = wanted.iter().map(|&server| then.owned(server).len()).max().unwrap_or_default();
+        assert!(most <= least + 1, "{most} shards, and {least} on a server with room");
+        let share = |server: &ServerId| if wanted.contains(server) { shards / wanted.len() } else { 0 };
+        let surplus = all.map(|server| placement.owned(server).len().saturating_sub(share(&server)));
+        assert!(moved.moves.len() <= surplus.sum() || has_replicas, "{:?}", moved.moves);
+    }
+
+    proptest! {
+        #[test]
+        fn no_server_gets_more_than_it_has_room_for((owners, rooms, stays) in cases(), has_replicas: bool) {
+            check(&owners, &rooms, &stays, has_replicas);
+        }
     }
 }

@@ -2665,8 +2665,12 @@ pub mod training_server {
         const NAME: &'static str = SERVICE_NAME;
     }
 }
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct ListJobsRequest {}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListJobsRequest {
+    /// a job for whose shards the caller wants to know the server's room; absent: none
+    #[prost(message, optional, tag = "1")]
+    pub spec: ::core::option::Option<JobSpec>,
+}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ListJobsResponse {
     #[prost(string, repeated, tag = "1")]
@@ -2686,6 +2690,9 @@ pub struct ListJobsResponse {
     /// Shares that identities have of this server, by name: the caller's own, and all of them for one with the jobs `*`.
     #[prost(message, repeated, tag = "6")]
     pub identities: ::prost::alloc::vec::Vec<IdentityUsage>,
+    /// Shards of the job `spec` for which there is memory and, in a tmpfs or on drives, space, beside those that are here.
+    #[prost(uint32, optional, tag = "7")]
+    pub shard_room: ::core::option::Option<u32>,
 }
 /// Share of one identity, and the most that it may have: its quota. Absent: no limit.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -175,7 +175,7 @@ impl Job {
     }
 
     /// The memory and space of one shard.
-    fn bytes_of(&self, owned: OwnedShard) -> Need {
+    pub(super) fn bytes_of(&self, owned: OwnedShard) -> Need {
         let (spec, layout) = (&self.share.spec, &self.share.layout);
         let storage = Storage { spill: self.spill().unwrap_or_default(), ..Storage::default() };
         let need = Need::of(spec, layout, &[self.share.shard(owned)], &storage);

@@ -16,6 +16,7 @@ mod open;
 mod protocol;
 mod pull;
 mod push;
+mod room;
 mod share;
 mod snapshots;
 mod upload;
@@ -40,6 +41,7 @@ pub use open::inspect;
 pub use protocol::{Observer, Protocol};
 pub use pull::{ImageBytes, ImagePlace, Pulled};
 pub use push::{Writing, check_sum};
+pub use room::room;
 pub(crate) use snapshots::PartUnderWay;
 pub use snapshots::{
     BlockCopy, Captured, CopiedBlock, Ended, Exported, Piece, Snapshot, SnapshotInfo, Snapshots,

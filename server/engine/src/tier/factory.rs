@@ -1,6 +1,9 @@
 //! Factory of tiers, the only file of the engine that knows them by kind. Each `match` asks for a new tier.
 
+use std::path::PathBuf;
+
 use longshore_proto::{Fault, JobSpec, Layout, Placement, ServerId, ShardId, TierKind};
+use rustix::fs::statvfs;
 
 use super::{
     Header,
@@ -12,7 +15,7 @@ use super::{
     state::Shape,
     storage::{Inputs, Spill, Storage, StoreNeed},
 };
-use crate::threads::ThreadPool;
+use crate::{admission::Need, threads::ThreadPool};
 
 /// Returns the need of a job's tier on this server.
 pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> StoreNeed {
@@ -26,6 +29,26 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
         TierKind::Shm => StoreNeed { buffers: shm::overhead(spec, layout), ..in_dram },
         TierKind::Nvme => nvme::need(spec, layout, owned, storage),
     }
+}
+
+/// Returns the part of a need that a job's tier keeps in files.
+pub fn space(spec: &JobSpec, need: &Need) -> u64 {
+    match spec.tier {
+        TierKind::Memory => 0,
+        TierKind::Shm => need.total() - need.transfers,
+        TierKind::Nvme => need.disk,
+    }
+}
+
+/// Returns the free bytes of the file systems on which a job's tier keeps files. State directories count together.
+pub fn free_space(spec: &JobSpec, storage: &Storage) -> u64 {
+    let folders = match spec.tier {
+        TierKind::Memory => return u64::MAX,
+        TierKind::Shm => storage.shm_dir.as_slice(),
+        TierKind::Nvme => &storage.dirs,
+    };
+    let free = |dir: &PathBuf| statvfs(dir).map_or(0, |found| found.f_bavail.saturating_mul(found.f_frsize));
+    folders.iter().map(free).fold(0, u64::saturating_add)
 }
 
 /// Format of the store that a server has of a job, or makes, as far as [`places`](super::places) depend on it.

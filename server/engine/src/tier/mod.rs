@@ -22,7 +22,7 @@ pub use contract::{
     WriteBehind,
 };
 pub(crate) use factory::format;
-pub use factory::{keeps_buffers, need, open};
+pub use factory::{free_space, keeps_buffers, need, open, space};
 pub(crate) use fault::without_place_in_tmpfs;
 pub use folder::Header;
 pub(crate) use folder::places;

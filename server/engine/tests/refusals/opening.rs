@@ -1,14 +1,16 @@
 //! Jobs that a server must not open: names, specs, placements and budgets.
 
+use std::cmp::Reverse;
+
 use longshore_engine::{
     admission::{Budget, Need},
-    job::Job,
+    job::{Job, room},
     kernels::Isa,
     tier::Storage,
 };
 use longshore_proto::{
     Dtype, Epoch, Fault, FaultKind, Formats, JobName, JobSpec, MasterFormat, Param, Partition, Placement,
-    Rank, Rule, ServerId, StateFormat, TierKind,
+    Rank, Rule, ServerId, ShardId, StateFormat, TierKind,
 };
 
 use super::{
@@ -224,6 +226,31 @@ fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     assert_eq!(budget.reserved(), 0);
     assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes - 1)).is_err());
     assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes)).is_ok());
+}
+
+/// Room is counted in the largest shards, so that any others fit too.
+#[test]
+fn a_server_has_room_for_the_shards_that_it_can_then_reserve() {
+    let (spec, storage) = (small(), Storage::default());
+    let (layout, placement) = (spec.validate().unwrap(), placement(&spec, 2));
+    let need = |shards: &[ShardId]| Need::of(&spec, &layout, shards, &storage).total();
+    let base = need(&[]);
+    let mut largest: Vec<u64> = (0..layout.shards()).map(|shard| need(&[ShardId(shard)]) - base).collect();
+    largest.sort_by_key(|&bytes| Reverse(bytes));
+    let (held, elsewhere) = (placement.owned(ServerId(0)), placement.owned(ServerId(1)));
+    for count in 0..=elsewhere.len() {
+        let bytes = largest[..count].iter().sum::<u64>();
+        for more in [0, largest[count] - 1] {
+            assert_eq!(room(&spec, &layout, &storage, base + bytes + more), count);
+            let budget = Budget::new(need(&held) + bytes + more);
+            let job = open(&spec, placement.clone(), 0, &budget).unwrap();
+            assert_eq!(job.room(&storage), count);
+            job.make_room(&[&held, &elsewhere[..count]].concat()).unwrap();
+            // Shards that never came take nothing from the next plan.
+            assert_eq!(job.room(&storage), count);
+        }
+    }
+    assert_eq!(room(&spec, &layout, &storage, base - 1), 0);
 }
 
 /// The expected need, by hand. Instead of 12 bytes of fp32 state, bf16 takes 2 and 2 and 2. 8-bit moments

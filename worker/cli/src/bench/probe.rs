@@ -174,7 +174,7 @@ fn round_trip(servers: &[String], access: &Access) -> anyhow::Result<f64> {
     let mut times = Vec::with_capacity(CALLS);
     for _ in 0..CALLS {
         let begun = Instant::now();
-        servers.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)?;
+        servers.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest::default()).await)?;
         times.push(begun.elapsed().as_secs_f64() * 1e6);
     }
     Ok(median(&times))

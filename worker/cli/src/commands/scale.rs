@@ -133,7 +133,8 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
 /// Moves every job off the servers of `--remove`.
 fn clear(args: &Args, out: Output) -> anyhow::Result<()> {
     let servers = Servers::connect(&args.remove, &args.target.servers.access)?;
-    let lists = servers.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)?;
+    let lists =
+        servers.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest::default()).await)?;
     let (mut wishes, mut kept) = (Vec::new(), 0);
     let jobs = jobs_of(&lists);
     for job in &jobs {

@@ -170,7 +170,7 @@ async fn list(
     credentials: Option<&Credentials>,
 ) -> Result<(ListJobsResponse, Duration), Finding> {
     let asked = Instant::now();
-    match timeout(PROMPTLY, admin.list_jobs(ListJobsRequest {})).await {
+    match timeout(PROMPTLY, admin.list_jobs(ListJobsRequest::default())).await {
         Ok(Ok(list)) => {
             let list = list.into_inner();
             let apart = clocks_apart(list.unix_micros, asked.elapsed());
@@ -234,7 +234,7 @@ async fn round_trip(admin: &mut AdminClient<Channel>, address: &str, what: &str)
     let mut times = Vec::with_capacity(CALLS);
     for _ in 0..CALLS {
         let begun = Instant::now();
-        match timeout(PROMPTLY, admin.list_jobs(ListJobsRequest {})).await {
+        match timeout(PROMPTLY, admin.list_jobs(ListJobsRequest::default())).await {
             Ok(Ok(_)) => times.push(begun.elapsed()),
             Ok(Err(status)) => return bad(name, fault_from_status(&status, address).to_string(), SILENT),
             Err(_) => return bad(name, format!("silent for {} s", PROMPTLY.as_secs()), SILENT),

@@ -69,15 +69,17 @@ impl Plan {
                 })
             })
             .collect();
+        let free = free(request, &spec, access)?;
+        let room = wanted.iter().zip(&request.servers);
+        let room = room.filter_map(|(server, address)| Some((*server, free.get(address)?.1?))).collect();
         let Moved { mut moves, replicas, placement: target } =
-            plan_moves(placement, &layout, &wanted, &added);
+            plan_moves(placement, &layout, &wanted, &added, &room);
         moves.extend(replicas.into_iter().filter(|(_, to)| *to != NO_SERVER));
-        let free = free(request, access)?;
         let part = |placement: &Placement, server| Part::of(&spec, &layout, placement, server);
         let mut rows: Vec<Row> = Vec::new();
         for (server, address) in wanted.iter().zip(&request.servers) {
-            let gains: Vec<ShardId> =
-                moves.iter().filter(|(_, to)| to == server).map(|(shard, _)| *shard).collect();
+            let mut gains = target.held(*server);
+            gains.retain(|&shard| !placement.holds(*server, shard));
             let need = Need::of(&spec, &layout, &gains, &Storage::default());
             // A server of the job has its buffers and connections already.
             let takes = if number(address).is_some() {
@@ -86,7 +88,13 @@ impl Plan {
                 need.total()
             };
             let (now, then) = (part(placement, *server), part(&target, *server));
-            rows.push(Row { address: address.clone(), now, then, takes, free: free.get(address).copied() });
+            rows.push(Row {
+                address: address.clone(),
+                now,
+                then,
+                takes,
+                free: free.get(address).map(|of| of.0),
+            });
         }
         for server in placement.members().filter(|server| !wanted.contains(server)) {
             let address = placement.servers[server.0 as usize].clone();
@@ -182,11 +190,16 @@ fn state(spec: &JobSpec, layout: &Layout, shards: &[ShardId]) -> u64 {
     Need::of(&whole, layout, shards, &Storage::default()).state
 }
 
-/// Asks the wanted servers how much memory they have for the job. Memory that is reserved for it already counts as free
-/// where the job owns nothing yet.
-fn free(request: &v1::ScaleRequest, access: &Access) -> anyhow::Result<BTreeMap<String, u64>> {
+/// Asks the wanted servers how much memory they have for the job, and for how many of its shards they have room. Memory
+/// that is reserved for it already counts as free where the job owns nothing yet.
+fn free(
+    request: &v1::ScaleRequest,
+    spec: &JobSpec,
+    access: &Access,
+) -> anyhow::Result<BTreeMap<String, (u64, Option<usize>)>> {
     let servers = Servers::connect(&request.servers, access)?;
-    let lists = servers.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest {}).await)?;
+    let asked = v1::ListJobsRequest { spec: Some(spec.to_wire()) };
+    let lists = servers.each_promptly(async |mut admin| admin.list_jobs(asked.clone()).await)?;
     let described =
         servers.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(&request.job)).await);
     let kept = described.into_iter().map(|(_, answer)| match answer {
@@ -194,7 +207,8 @@ fn free(request: &v1::ScaleRequest, access: &Access) -> anyhow::Result<BTreeMap<
         _ => 0,
     });
     let free = |((address, list), kept): ((String, v1::ListJobsResponse), u64)| {
-        (address, list.memory_budget.saturating_sub(list.memory_reserved) + kept)
+        let free = list.memory_budget.saturating_sub(list.memory_reserved) + kept;
+        (address, (free, list.shard_room.map(|shards| shards as usize)))
     };
     Ok(lists.into_iter().zip(kept).map(free).collect())
 }
