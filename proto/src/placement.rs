@@ -76,7 +76,8 @@ pub fn check_max_exposed(part: f64) -> Result<(), Fault> {
     if part > 0.0 && part <= 1.0 {
         return Ok(());
     }
-    Err(Fault::invalid("max_exposed", part, "above 0 and at most 1", "name a part of a step, as in 0.05"))
+    let value = part.to_string();
+    Err(Fault::invalid("max_exposed", value, "above 0 and at most 1", "name a part of a step, as in 0.05"))
 }
 
 /// Number of steps behind the newest version for which the owner of a shard is still known. Pulls ask for the

@@ -62,12 +62,9 @@ pub(super) struct Args {
 fn parse_percent(text: &str) -> Result<f64, Fault> {
     let part = text.strip_suffix('%').unwrap_or(text).parse::<f64>().map(|percent| percent / 100.0);
     part.ok().filter(|&part| check_max_exposed(part).is_ok()).ok_or_else(|| {
-        Fault::invalid(
-            "--max-exposed",
-            text,
-            "above 0 % and at most 100 %",
-            "name a part of a step, as in 5%",
-        )
+        let limit = "above 0 % and at most 100 %";
+        let value = text.to_string();
+        Fault::invalid("--max-exposed", value, limit, "name a part of a step, as in 5%")
     })
 }
 
