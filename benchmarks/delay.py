@@ -63,7 +63,7 @@ def run(binary, out, text, setting, mode, seed):
     path = path_of(out, setting, mode, seed)
     if path.exists():
         return
-    flags = [*SETTINGS[setting], *MODES[mode], "--seed", str(seed), "--json", "--sample-bytes", "0", "--data", str(text)]
+    flags = [*SETTINGS[setting], *MODES[mode], "--seed", str(seed), "--json", "--data", str(text)]
     done = subprocess.run([binary, "train", *flags], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{setting}, {mode}, seed {seed}: {done.stderr}")

@@ -48,7 +48,6 @@ pub struct End {
     pub skipped: u64,
     pub step_ms: f64,
     pub device_peak_bytes: u64,
-    pub sample: String,
     pub export: Option<String>,
     pub checkpoint: Option<String>,
     pub weights_gone: bool,

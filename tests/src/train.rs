@@ -44,8 +44,6 @@ impl Train {
         train.args(MODEL).args(["--steps", &steps.to_string(), "--shard-elements", "65536"]).args([
             "--eval-batches",
             "1",
-            "--sample-bytes",
-            "0",
             "--deadline-s",
             "30",
         ])

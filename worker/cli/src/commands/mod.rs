@@ -43,8 +43,10 @@ Exit codes:
   2  wrong arguments, variables or config file: nothing was tried
   130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
 
+const SAMPLE: &str = "write the weights with --export, and generate text with a library that reads them";
+
 /// Flags of earlier releases, each with its replacement. Rows stay for one release.
-pub const RETIRED: [Retired; 13] = [
+pub const RETIRED: [Retired; 16] = [
     ("compute-of-transfer", "give the compute of a step with --compute-ms"),
     ("correction", "leave it out of `plan`: a server takes the same memory with and without it"),
     ("device-budget", "measure a model cut into units with longshore.shard in PyTorch"),
@@ -61,11 +63,14 @@ pub const RETIRED: [Retired; 13] = [
     ),
     ("otlp", "write one process's stages with --trace FILE, and scrape the metrics of `longshored --http`"),
     ("stage", "train a model larger than the device with longshore.shard in PyTorch"),
+    ("prompt", SAMPLE),
+    ("sample-bytes", SAMPLE),
     (
         "step",
         "count with --steps in `train`, and pass step= to longshore.checkpoint.load_deepspeed(optimizer, FOLDER) in Python",
     ),
     ("tensorboard", "print the losses with --plot, or write the events of --json with the tool you use"),
+    ("temperature", SAMPLE),
     ("unchecked", "leave it out: gradients are always checked, and a step that overflows is skipped"),
 ];
 

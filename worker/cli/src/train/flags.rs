@@ -92,7 +92,7 @@ pub struct Flags {
     /// Largest global gradient norm; 0 does not clip
     #[arg(long, default_value_t = 1.0, help_heading = "Training")]
     pub(crate) clip: f64,
-    /// Random numbers: initial weights, batches, the sample
+    /// Random numbers: initial weights, batches
     #[arg(long, default_value_t = 1, help_heading = "Training")]
     pub(crate) seed: u64,
 
@@ -195,14 +195,6 @@ pub struct Flags {
     /// Validation batches of 4 sequences
     #[arg(long, default_value_t = 8, help_heading = "Output")]
     pub(crate) eval_batches: usize,
-    /// Bytes of text to generate at the end
-    #[arg(long, default_value_t = 200, help_heading = "Output")]
-    pub(crate) sample_bytes: usize,
-    /// Beginning of the sample
-    #[arg(long, default_value = "fn ", help_heading = "Output")]
-    pub(crate) prompt: String,
-    #[arg(long, default_value_t = 0.8, help_heading = "Output")]
-    pub(crate) temperature: f64,
     /// Print a plot of the loss at the end, where stdout is no terminal, too
     #[arg(long, help_heading = "Output")]
     pub(crate) plot: bool,

@@ -72,7 +72,6 @@ pub(super) struct Ending {
     pub(super) version: u64,
     pub(super) state_hash: String,
     pub(super) validation_loss: f32,
-    pub(super) sample: String,
     pub(super) device: String,
     pub(super) device_peak: u64,
     pub(super) server_bytes: u64,
@@ -237,7 +236,7 @@ impl Report {
             self.json(&json!({
                 "event": "end", "version": ending.version, "state_hash": ending.state_hash,
                 "validation_loss": ending.validation_loss, "first_validation_loss": ending.first_loss,
-                "sample": ending.sample, "steps": self.done, "skipped": self.skipped,
+                "steps": self.done, "skipped": self.skipped,
                 "seconds": self.started.elapsed().as_secs_f64(), "step_ms": step_ms, "exposed_ms": exposed_ms,
                 "state_format": formats.state.name(), "master_format": formats.master.name(),
                 "device": ending.device, "device_peak_bytes": ending.device_peak, "device_budget_bytes": device_budget,
@@ -262,8 +261,6 @@ impl Report {
             self.line("loss of each step");
             plot(&self.curve).iter().for_each(|line| self.line(line));
         }
-        self.line("");
-        self.line(&format!("sample: {}", ending.sample.escape_debug()));
         self.line("");
         self.line(&format!("validation loss   {before}{:.3} nats per byte", ending.validation_loss));
         self.line(&format!(

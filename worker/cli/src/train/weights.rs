@@ -87,8 +87,6 @@ impl<'a> ImageWeights<'a> {
 
 impl Weights for ImageWeights<'_> {
     fn acquire(&mut self, stage: usize) -> Result<Vec<Tensor>, BoxError> {
-        // A sample of text keeps the tensors of all layers in the host's memory. Only the newest is on the device.
-        self.widened = None;
         let bytes = stage_elements(self.model, stage) * 4;
         self.widened = Some(self.images.device.reserve("fp32 weights of a layer", bytes)?);
         let (model, layout, dtype) = (self.model, self.layout, self.feed.dtype());

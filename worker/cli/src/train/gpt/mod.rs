@@ -11,7 +11,6 @@
 mod attention;
 mod block;
 mod config;
-mod generate;
 mod layout;
 mod product;
 mod rows;
@@ -22,7 +21,6 @@ mod tensor;
 mod tests;
 
 pub use config::{Config, ConfigError, PRESETS, VOCABULARY, preset};
-pub use generate::generate;
 pub use layout::{Gpt, Group, Param, Stage};
 pub use step::{Gradients, Weights, evaluate, micro_step};
 pub use tensor::Tensor;
@@ -36,8 +34,6 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 pub enum Error {
     #[error(transparent)]
     Config(#[from] ConfigError),
-    #[error("temperature is {value}, not a number of 0 or more; 0 takes the likeliest byte")]
-    Temperature { value: f64 },
     #[error("cannot acquire the weights of stage {stage}")]
     Acquire { stage: String, source: BoxError },
     #[error("cannot hand over the gradients of stage {stage}")]

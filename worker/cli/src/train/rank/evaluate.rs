@@ -1,11 +1,11 @@
-//! A run's work between steps and at the end: validation, checkpoints, and a sample of the model's text.
+//! A run's work between steps and at the end: validation and checkpoints.
 
 use longshore_proto::Version;
 use longshore_worker::pipeline::Pipeline;
 
 use super::{DeviceBuffers, Run, unwrap_library};
 use crate::train::{
-    Flags, ImageWeights, gpt,
+    ImageWeights, gpt,
     keep::Keeper,
     report::{Ending, Report},
 };
@@ -71,16 +71,12 @@ impl Run<'_> {
         let session = pipeline.session();
         let mut weights = self.weights_of(pipeline, version, memory)?;
         let loss = gpt::evaluate(&self.model, &mut weights, &self.validation);
-        let Flags { prompt, sample_bytes, temperature, seed, .. } = &self.settings.flags;
-        let sample =
-            gpt::generate(&self.model, &mut weights, prompt.as_bytes(), *sample_bytes, *temperature, *seed);
         Ok(Ending {
             first_loss,
             host_peak,
             version: version.0,
             state_hash: session.state_hash()?.hash,
             validation_loss: loss.map_err(unwrap_library)?,
-            sample: prompt.clone() + &String::from_utf8_lossy(&sample.map_err(unwrap_library)?),
             device: self.device.name().to_string(),
             device_peak: self.device.budget().peak(),
             server_bytes: session.describe()?.iter().map(|server| server.memory_bytes).sum(),
