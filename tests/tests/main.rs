@@ -40,5 +40,4 @@ mod secure;
 mod slurm;
 mod stock_client;
 mod stopped;
-mod taken_back;
 mod top;

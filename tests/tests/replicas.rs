@@ -19,6 +19,7 @@ use longshore_tests::{
 use tempfile::TempDir;
 
 const STEPS: u64 = 150;
+const DELAYED: [&str; 4] = ["--delay", "1", "--warmup-steps", "5"];
 
 fn replicated(steps: u64, ranks: usize, more: &[&str]) -> Train {
     let train = Train::new(steps).args(["--layers", "3", "--world-size", &ranks.to_string()]);
@@ -29,14 +30,11 @@ fn start(train: &Train, ranks: usize) -> Vec<Running> {
     train.clone().args(["--replicas", "2"]).start_ranks(ranks)
 }
 
-/// The hash of the same training without replicas, on one server.
-fn undisturbed(train: &Train, ranks: usize) -> String {
-    if ranks == 1 {
-        return train.undisturbed().hash;
-    }
+/// The hash of the same training of two ranks without replicas, on one server.
+fn undisturbed(train: &Train) -> String {
     let alone = server::servers(1, &ServerOptions::new());
     let train = train.clone().servers(&server::addresses(&alone));
-    Run::of_ranks(train.start_ranks(ranks)).end.state_hash
+    Run::of_ranks(train.start_ranks(2)).end.state_hash
 }
 
 fn give_up(living: &Longshored, lost: &str, more: &[&str]) -> Output {
@@ -44,32 +42,32 @@ fn give_up(living: &Longshored, lost: &str, more: &[&str]) -> Output {
     longshore([&asked[..], more].concat())
 }
 
-fn survives(ranks: usize, count: usize, more: &[&str]) {
-    let train = replicated(STEPS, ranks, more);
-    let expected = undisturbed(&train, ranks);
+#[test]
+fn a_delayed_job_of_two_ranks_outlives_one_of_two_servers() {
+    let train = replicated(STEPS, 2, &DELAYED);
+    let expected = undisturbed(&train);
     let mut random = Random::new();
-    let mut servers = server::servers(count, &ServerOptions::new());
-    let addresses = server::addresses(&servers);
-    let mut running = start(&train.clone().servers(&addresses), ranks);
+    let mut servers = server::servers(2, &ServerOptions::new());
+    let mut running = start(&train.clone().servers(&server::addresses(&servers)), 2);
     running[0].until_step(3 + random.below(20));
     spin(random.part_of(Duration::from_millis(50)));
-    let lost = servers.remove(random.below(count as u64) as usize);
+    let lost = servers.remove(random.below(2) as usize);
     let address = lost.address().to_string();
     drop(lost);
     let said = give_up(&servers[0], &address, &["--wait"]);
     assert_eq!(said.code, 0, "{said:?}");
     running[0].until_steps(5);
-    let living = server::addresses(&servers);
-    assert_eq!(job_status(&living).servers.len(), count - 1);
+    assert_eq!(job_status(&server::addresses(&servers)).servers.len(), 1);
     assert_eq!(Run::of_ranks(running).end.state_hash, expected);
 }
 
-/// Servers are lost one after the other, some with a rank of their host, and a new one takes the place of each.
-fn wears_out(losses: u64, more: &[&str]) {
+/// Some servers are lost with a rank of their host, and a new one takes the place of each.
+#[test]
+fn servers_of_a_delayed_job_are_lost_one_after_the_other() {
     const A_RUN: u64 = 10;
-    let steps = soak::pick(300, 2500);
-    let train = replicated(steps, 2, more);
-    let expected = undisturbed(&train, 2);
+    let losses: u64 = soak::pick(3, 100);
+    let train = replicated(soak::pick(300, 2500), 2, &DELAYED);
+    let expected = undisturbed(&train);
     let mut random = Random::new();
     for run in 0..losses.div_ceil(A_RUN) {
         let mut servers = server::servers(3, &ServerOptions::new());
@@ -104,21 +102,11 @@ fn wears_out(losses: u64, more: &[&str]) {
     }
 }
 
-#[test]
-fn servers_are_lost_one_after_the_other() {
-    wears_out(soak::pick(3, 50), &[]);
-}
-
-#[test]
-fn servers_of_a_delayed_job_are_lost_one_after_the_other() {
-    wears_out(soak::pick(3, 50), &["--delay", "1", "--warmup-steps", "5"]);
-}
-
 /// A wish moves owners and replicas, and drops the replicas where one server is left.
 #[test]
 fn servers_of_a_replicated_job_come_and_go() {
     let train = replicated(STEPS, 1, &[]);
-    let expected = undisturbed(&train, 1);
+    let expected = train.undisturbed().hash;
     let servers = server::servers(4, &ServerOptions::new());
     let addresses = server::addresses(&servers);
     let mut running = start(&train.clone().servers(&addresses[..2]), 1);
@@ -193,14 +181,15 @@ fn places(memory: &File, range: std::ops::Range<u64>, bytes: &[u8]) -> Vec<u64> 
 
 /// A bit flips in a server's memory between two steps, and later one on the other server. Each is found and named, and the
 /// shard gets a second holder again.
-fn outlives_flipped_bits(ranks: usize, more: &[&str]) {
-    let train = replicated(STEPS, ranks, more).allow("has flipped");
-    let expected = undisturbed(&train, ranks);
+#[test]
+fn a_delayed_job_outlives_flipped_bits() {
+    let train = replicated(STEPS, 2, &DELAYED).allow("has flipped");
+    let expected = undisturbed(&train);
     let mut random = Random::new();
     let options = ServerOptions::new().allow("has flipped").args(http::FLAGS);
     let servers = server::servers(2, &options);
     let addresses = server::addresses(&servers);
-    let mut running = start(&train.clone().servers(&addresses), ranks);
+    let mut running = start(&train.clone().servers(&addresses), 2);
     for (of, server) in servers.iter().enumerate() {
         running[0].until_steps(1 + random.below(10));
         flip_a_bit(&servers, of, &mut running[0], &mut random);
@@ -218,29 +207,4 @@ fn outlives_flipped_bits(ranks: usize, more: &[&str]) {
         assert_eq!(value("longshore_job_unreplicated_shards"), Some(0.0));
     }
     assert_eq!(Run::of_ranks(running).end.state_hash, expected);
-}
-
-#[test]
-fn a_flipped_bit_is_found_and_healed() {
-    outlives_flipped_bits(1, &[]);
-}
-
-#[test]
-fn a_delayed_job_outlives_flipped_bits() {
-    outlives_flipped_bits(2, &["--delay", "1", "--warmup-steps", "5"]);
-}
-
-#[test]
-fn a_lost_server_takes_no_step_with_it() {
-    survives(1, 3, &[]);
-}
-
-#[test]
-fn two_ranks_outlive_one_of_two_servers() {
-    survives(2, 2, &[]);
-}
-
-#[test]
-fn a_delayed_job_outlives_a_server() {
-    survives(2, 3, &["--delay", "1", "--warmup-steps", "5"]);
 }

@@ -33,15 +33,16 @@ impl Member {
     }
 }
 
-fn survives(tier: &str, job: &[&str], stops: u64) {
+#[test]
+fn an_nvme_job_survives_processes_that_wake_after_their_successor() {
     // The job goes on while processes start.
     let steps = soak::pick(200, 1200);
     let mut random = Random::new();
-    let job = [job, &["--world-size", "2"]].concat();
-    let known = Train::new(steps).args(&job).undisturbed();
-    for stops in in_runs(stops, STOPS_A_RUN) {
-        let bed = Bed::new(tier, 2);
-        let train = Train::new(steps).args(&job).args(["--tier", tier, "--transport", "tcp"]);
+    let train = Train::new(steps).args(["--world-size", "2"]);
+    let known = train.undisturbed();
+    for stops in in_runs(soak::pick(3, 300), STOPS_A_RUN) {
+        let bed = Bed::new("nvme", 2);
+        let train = train.clone().args(["--tier", "nvme", "--transport", "tcp"]);
         let train = train.allow("waiting for a server");
         let mut ranks = [0, 1].map(|rank| Member::start(&bed, &train, rank));
         for _ in 0..stops {
@@ -72,19 +73,4 @@ fn survives(tier: &str, job: &[&str], stops: u64) {
         assert_eq!(rank0.running.finish().end.state_hash, known.hash, "after {stops} stops");
         rank1.running.done();
     }
-}
-
-#[test]
-fn an_nvme_job_survives_processes_that_wake_after_their_successor() {
-    survives("nvme", &[], soak::pick(3, 100));
-}
-
-#[test]
-fn a_shm_job_survives_processes_that_wake_after_their_successor() {
-    survives("shm", &["--micro-steps", "2"], soak::pick(3, 100));
-}
-
-#[test]
-fn a_delayed_job_in_memory_survives_processes_that_wake_after_their_successor() {
-    survives("memory", &["--delay", "1", "--warmup-steps", "5"], soak::pick(3, 100));
 }

@@ -73,34 +73,6 @@ fn a_server_that_dies_again_after_the_deadline_is_waited_for_again() {
     eventually("the killed rank to be shown", || (rank().state == "not connected").then_some(()));
 }
 
-/// A worker was stopped and replaced. The worker resumes when its successor and its server have died, and is
-/// the first to reach the next server.
-#[test]
-fn a_replaced_worker_is_fenced_by_a_server_that_restarted() {
-    for tier in ["nvme", "shm"] {
-        let mut bed = Bed::new(tier, 1);
-        let train = train(ENDLESS, tier, &bed).args(["--transport", "tcp"]);
-        let mut old = train.start();
-        old.until_step(5);
-        old.process.stop();
-        let mut new = train.start();
-        new.until_steps(3);
-        new.kill();
-        bed.servers[0].kill_and_restart();
-        old.process.go_on();
-        // Depending on its stop, the worker first sees the fence or the loss of its weights.
-        old.fails(Duration::from_secs(30));
-        let log = bed.servers[0].log();
-        assert!(
-            !log.iter().any(|line| line.to_string().contains("rank joined")),
-            "it took the rank: {log:?}"
-        );
-        let mut next = train.start();
-        next.until_steps(3);
-        next.kill();
-    }
-}
-
 /// On a slow network the upload of first weights takes seconds. A server that dies meanwhile forgets the
 /// joins, and with the memory tier even the job.
 #[test]
@@ -199,16 +171,4 @@ fn a_job_in_memory_resumes_from_its_checkpoint_after_a_server_was_killed_and_not
         assert!(right.contains(&run.start.first_step), "{:?}, and not at one of {right:?}", run.start);
         assert_eq!(run.end.state_hash, expected);
     }
-}
-
-#[test]
-fn a_server_that_comes_back_empty_is_told_from_one_that_is_gone() {
-    let mut bed = Bed::new("memory", 1);
-    let mut running = train(ENDLESS, "memory", &bed).start();
-    running.until_step(KILLED_AT);
-    bed.servers[0].kill_and_restart();
-    let (stderr, _) = running.fails(DEADLINE + GRACE);
-    let address = bed.servers[0].address();
-    assert!(stderr.contains(address) && stderr.contains("lost the state of job"), "{stderr}");
-    assert!(stderr.contains("Restore the last checkpoint"), "no remedy: {stderr}");
 }
