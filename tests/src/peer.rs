@@ -23,9 +23,8 @@ pub const END_STREAM: u8 = 1;
 pub const ACK: u8 = 1;
 pub const END_HEADERS: u8 = 4;
 
-/// Error codes of GOAWAY.
+/// An error code of GOAWAY.
 pub const NO_ERROR: u32 = 0;
-pub const ENHANCE_YOUR_CALM: u32 = 11;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// A server that reads nothing for 2 s counts as holding the peer back.

@@ -168,15 +168,6 @@ fn field(process: u32, name: &str) -> u64 {
     line.trim().trim_end_matches(" kB").parse().expect("a number")
 }
 
-/// Returns the processor time of a process so far, to 10 ms.
-pub fn processor_time_of(process: u32) -> Duration {
-    let fields = state(process).expect("a live process");
-    // Fields 14 and 15 of proc_pid_stat(5), in hundredths of a second on every architecture of Linux.
-    let ticks =
-        fields.split_whitespace().skip(11).take(2).map(|field| field.parse::<u64>().expect("a number"));
-    Duration::from_millis(10 * ticks.sum::<u64>())
-}
-
 /// Resets a process's peak of resident bytes to the present value.
 pub fn forget_peak(process: u32) {
     fs::write(format!("/proc/{process}/clear_refs"), "5").expect("a process of this user's");

@@ -1,6 +1,5 @@
 //! A job trains beside each flood, over TCP and over TLS, to the same bits. The server's memory stays within
-//! its admitted jobs and the allowance of docs/limits.md for strangers. With `LONGSHORE_SOAK` and
-//! `--nocapture` it prints the table there.
+//! its admitted jobs and the allowance of docs/limits.md for strangers.
 
 use std::{
     collections::VecDeque,
@@ -10,7 +9,7 @@ use std::{
         mpsc,
     },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use longshore_proto::limits::{OTHERS_CONNECTIONS, SPARE_CONNECTIONS, STRANGERS_BYTES, STRANGERS_TLS_BYTES};
@@ -28,13 +27,9 @@ use longshore_wire::{
     frame::encode,
     v1::{Dtype, PullRequest, Slice},
 };
-use rustix::{
-    process::setpriority_process,
-    time::{ClockId, clock_gettime},
-};
+use rustix::process::setpriority_process;
 
 use super::{
-    cost::{Flooded, Rounds, Steps},
     mib,
     strangers::{Stop, Strangers, TOKEN},
 };
@@ -50,9 +45,6 @@ const ADDRESS_CALLS: usize = 512;
 /// Pause between strangers while a job trains: the test measures the flood's effect on the server, not the
 /// processor time of making it.
 const REST: Duration = Duration::from_millis(20);
-/// Number of rounds of each flood in a soak, between runs without it: runs differ by a fifth on a shared
-/// host.
-const ROUNDS: usize = 9;
 /// With a margin for a busy machine. On a quiet machine the longest step should stay under 1 s.
 const LONGEST_MS: f64 = 3000.0;
 
@@ -111,7 +103,6 @@ fn boxed<S: Socket + 'static>(peer: Peer<S>) -> Stranger {
 struct Target<'a> {
     address: &'a str,
     http: String,
-    process: u32,
     tls: Option<&'a Strangers>,
     /// The last version of [`BEFORE`].
     version: u64,
@@ -201,14 +192,12 @@ impl Target<'_> {
     }
 
     /// Brings the flood's strangers, signals `filled`, and then replaces the oldest ones until `over`.
-    /// Returns the number of strangers, and the share of a core that this thread took for the replacements.
-    fn flood(&self, flood: Flood, job: &str, filled: &mpsc::Sender<()>, over: &AtomicBool) -> (usize, f64) {
+    fn flood(&self, flood: Flood, job: &str, filled: &mpsc::Sender<()>, over: &AtomicBool) {
         // Strangers on another host would take none of the server's processor time.
         setpriority_process(None, 19).expect("a thread may be nicer");
         let mut held = VecDeque::new();
         let (mut came, mut fed, mut at) = (0, false, None);
         let follows = flood == Flood::SlowFollowers;
-        let mut begun = (Instant::now(), thread_time());
         for turn in 0.. {
             // Once a second: a page of metrics with a hundred jobs takes the server 5 ms.
             if follows && (at.is_none() || turn % 50 == 0) {
@@ -223,7 +212,6 @@ impl Target<'_> {
             }
             if turn + 1 == flood.held() && !follows {
                 let _ = filled.send(());
-                begun = (Instant::now(), thread_time());
             }
             if follows || turn + 1 >= flood.held() {
                 thread::sleep(REST);
@@ -236,31 +224,19 @@ impl Target<'_> {
                 break;
             }
         }
-        let took = (thread_time() - begun.1).as_secs_f64() / begun.0.elapsed().as_secs_f64();
         fed |= follows && held.into_iter().any(was_fed);
         assert!(fed || !follows, "no weights were sent to any of {came} readers");
-        (came, took)
     }
 
-    /// Trains a job.
-    fn train(&self, job: &str) -> (Run, Steps) {
+    fn train(&self, job: &str) -> Run {
         let address = self.address.to_string();
         let train = Train::new(self.version).args(["--transport", "tcp", "--job", job]).servers(&[address]);
-        let train = match self.tls {
+        match self.tls {
             Some(strangers) => {
-                train.args(["--tls-dir", &strangers.folders.client("worker").display().to_string()])
+                train.args(["--tls-dir", &strangers.folders.client("worker").display().to_string()]).run()
             }
-            None => train,
-        };
-        Steps::of(self.process, || train.run())
-    }
-
-    /// Runs `work`. Returns its result, the server's memory before it, and the peak during it.
-    fn watched<T>(&self, work: impl FnOnce() -> T) -> (T, u64, u64) {
-        forget_peak(self.process);
-        let (before, _) = memory_of(self.process);
-        let done = work();
-        (done, before, memory_of(self.process).1)
+            None => train.run(),
+        }
     }
 
     /// Returns the memory that admission reserved for jobs.
@@ -304,14 +280,7 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// Returns the processor time of this thread.
-fn thread_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
-
-/// Trains beside a flood. Returns the run, the number of strangers, and their thread's share of a core.
-fn beside(target: &Target<'_>, flood: Flood, job: &str) -> ((Run, Steps), usize, f64) {
+fn beside(target: &Target<'_>, flood: Flood, job: &str) -> Run {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
         let ends = Ends(&over);
@@ -340,8 +309,8 @@ fn beside(target: &Target<'_>, flood: Flood, job: &str) -> ((Run, Steps), usize,
         );
         let run = target.train(job);
         drop(ends);
-        let (came, took) = flooding.join().unwrap();
-        (run, came, took)
+        flooding.join().unwrap();
+        run
     })
 }
 
@@ -352,33 +321,21 @@ fn training_goes_on(tls: Option<&Strangers>) {
         None => options.start(),
     };
     let (process, http) = (server.process.id(), http::address(&server));
-    let target = Target { address: server.address(), http, process, tls, version: soak::pick(40, 400) };
+    let target = Target { address: server.address(), http, tls, version: soak::pick(40, 400) };
     let (empty, _) = memory_of(process);
     let way = if tls.is_some() { "TLS" } else { "TCP" };
     let counted = STRANGERS_BYTES + if tls.is_some() { STRANGERS_TLS_BYTES } else { 0 };
-    let alone = |job: &str| target.watched(|| target.train(job));
-    let undisturbed = alone(BEFORE).0.0.end.state_hash;
-    eprintln!("| flood over {way} | {}", Rounds::TITLES);
+    let undisturbed = target.train(BEFORE).end.state_hash;
     for flood in Flood::ALL {
-        let ((_, first), mut start_before, mut most_before) = alone(&format!("before-{flood:?}"));
-        let mut rounds = Rounds::new(first);
-        for round in 0..soak::pick(1, ROUNDS) {
-            let job = format!("beside-{flood:?}-{round}");
-            let (((run, steps), came, took), start, most) = target.watched(|| beside(&target, flood, &job));
-            let grown = mib(most.saturating_sub(start)) - mib(most_before.saturating_sub(start_before));
-            let beyond = most.saturating_sub(empty + target.admitted());
-            assert_eq!(run.end.state_hash, undisturbed, "{flood:?} over {way} changed the training");
-            assert!(steps.longest < LONGEST_MS, "{flood:?} over {way}: a step took {} ms", steps.longest);
-            assert!(
-                beyond < counted as u64,
-                "{flood:?} over {way}: {} MiB, counted are {counted}",
-                mib(beyond)
-            );
-            let ((_, after), start_after, most_after) = alone(&format!("after-{flood:?}-{round}"));
-            (start_before, most_before) = (start_after, most_after);
-            rounds.add(Flooded { steps, came, took, grown }, after);
-        }
-        eprintln!("| {flood:?} | {}", rounds.row());
+        // The allowance of the strangers' address is whole again afterwards.
+        target.train(&format!("before-{flood:?}"));
+        forget_peak(process);
+        let run = beside(&target, flood, &format!("beside-{flood:?}"));
+        let beyond = memory_of(process).1.saturating_sub(empty + target.admitted());
+        assert_eq!(run.end.state_hash, undisturbed, "{flood:?} over {way} changed the training");
+        let longest = run.said.steps().skip(5).map(|step| step.step_ms).fold(0.0, f64::max);
+        assert!(longest < LONGEST_MS, "{flood:?} over {way}: a step took {longest} ms");
+        assert!(beyond < counted as u64, "{flood:?} over {way}: {} MiB, counted are {counted}", mib(beyond));
     }
 }
 

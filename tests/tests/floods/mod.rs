@@ -4,8 +4,6 @@
 
 mod beside;
 mod connections;
-mod cost;
-mod frames;
 mod handshakes;
 mod limits;
 mod strangers;
