@@ -2,7 +2,6 @@
 //! them and damage nothing. Once repaired, jobs continue to the right bits.
 
 use std::{
-    collections::BTreeMap,
     fs::{self, OpenOptions},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
@@ -17,7 +16,6 @@ use longshore_tests::{
     process::Process,
     seccomp::WITHOUT_IO_URING,
     server::{Longshored, ServerOptions},
-    skip,
     status::job_status,
     train::Train,
 };
@@ -59,17 +57,15 @@ fn without_io_uring_a_job_has_the_same_bits() {
     }
 }
 
-/// A killed worker may leave a begun step that no process finishes, so a drain gives up after 1 s.
-fn drained_soon() -> ServerOptions {
-    ServerOptions::new().args(["--drain-deadline-s", "1"]).allow("the step in hand was not finished")
-}
-
 fn options(dirs: &[PathBuf]) -> ServerOptions {
     for dir in dirs {
         fs::create_dir_all(dir).unwrap();
     }
     let dirs: Vec<_> = dirs.iter().map(|dir| dir.display().to_string()).collect();
-    drained_soon().args(["--state-dir", &dirs.join(","), "--storage-buffers", "2"])
+    // A killed worker may leave a begun step that no process finishes, so a drain gives up after 1 s.
+    let options = ServerOptions::new().args(["--drain-deadline-s", "1"]);
+    let options = options.allow("the step in hand was not finished");
+    options.args(["--state-dir", &dirs.join(","), "--storage-buffers", "2"])
 }
 
 /// Trains halfway, then kills the worker and stops the server.
@@ -199,7 +195,11 @@ fn a_failed_store_is_said_at_once_and_not_called_slow() {
     let root = TempDir::new().unwrap();
     let mut shell = Command::new("sh");
     shell.args(["-c", "trap '' XFSZ; exec \"$@\"", "sh"]);
-    let (mut process, address) = server_in(shell, "--state-dir", root.path());
+    shell.arg(binaries::command("longshored").get_program());
+    shell.args(["--listen", "127.0.0.1:0", "--memory", "1GiB", "--state-dir"]).arg(root.path());
+    let mut process = Process::start("longshored in a shell", &mut shell);
+    let line = process.line().unwrap_or_default();
+    let address = line.strip_prefix("longshored listening on ").expect("an address").to_string();
     let train = Train::new(1_000_000).args(["--tier", "nvme"]).servers(std::slice::from_ref(&address));
     let mut worker = train.start();
     worker.until_step(HALFWAY);
@@ -279,72 +279,6 @@ fn another_job_is_not_begun_in_place_of_one_that_cannot_be_read() {
     headers.iter().zip(texts).for_each(|(header, text)| fs::write(header, text).unwrap());
     is_refused(Train::new(STEPS).servers(&addresses[..1]), &["spec.tier"]);
     assert_eq!(train.run().end.state_hash, expected);
-}
-
-/// Starts a server that replaces `shell`, whose last argument is the server's command line.
-fn server_in(mut shell: Command, flag: &str, dir: &Path) -> (Process, String) {
-    shell.arg(binaries::command("longshored").get_program());
-    shell.args(["--listen", "127.0.0.1:0", "--memory", "1GiB", flag]).arg(dir);
-    let process = Process::start("longshored in a shell", &mut shell);
-    let line = process.line().unwrap_or_default();
-    let address = line.strip_prefix("longshored listening on ").expect("an address").to_string();
-    (process, address)
-}
-
-/// Returns a shell that sees `dir` read-only, in its own mount namespace. Returns None where such namespaces
-/// are not permitted.
-fn read_only(dir: &Path) -> Option<Command> {
-    let shell = |script: &str| {
-        let script = format!("mount --bind \"$0\" \"$0\" && mount -o remount,bind,ro \"$0\" && {script}");
-        let mut shell = Command::new("unshare");
-        shell.args(["--mount", "sh", "-c", &script]).arg(dir);
-        shell
-    };
-    let tried = shell("! touch \"$0/a file\"").output();
-    tried.is_ok_and(|output| output.status.success()).then(|| shell("exec \"$@\""))
-}
-
-/// Returns every file below the folder, with its bytes.
-fn contents(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
-    let mut found = BTreeMap::new();
-    for entry in fs::read_dir(dir).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            found.extend(contents(&path))
-        } else {
-            found.extend([(path.clone(), fs::read(path).unwrap())])
-        }
-    }
-    found
-}
-
-/// The directory is read-only, as after an error that makes the kernel remount it so.
-#[test]
-fn a_read_only_file_system_is_named_and_left_alone() {
-    let root = TempDir::new().unwrap();
-    let (dir, flag) = (root.path(), "--state-dir");
-    let Some(shell) = read_only(dir) else {
-        return skip::skipped("this user may not mount anything, not even in a namespace of its own");
-    };
-    let expected = hash();
-    let train = |address: &str| self::train().servers(&[address.to_string()]);
-    let mut server = drained_soon().args([flag, &dir.display().to_string()]).start();
-    train_halfway(&train(server.address()), &mut server);
-    let before = contents(dir);
-    let (process, address) = server_in(shell, flag, dir);
-    let worker = train(&address);
-    let (stderr, _) = worker.start().fails(PATIENCE);
-    for part in ["Read-only file system", dir.to_str().unwrap(), "the right to read and write", &address] {
-        assert!(stderr.contains(part), "{part} is missing in: {stderr}");
-    }
-    let (stderr, _) = worker.args(["--job", "other"]).start().fails(PATIENCE);
-    assert!(stderr.contains("Read-only file system") && stderr.contains("create folder"), "{stderr}");
-    // The server serves a job that needs no directory.
-    Train::new(2).args(["--job", "in-memory"]).servers(&[address]).run();
-    drop(process);
-    assert!(contents(dir) == before, "something was changed");
-    server.restart();
-    assert_eq!(train(server.address()).run().end.state_hash, expected);
 }
 
 #[test]

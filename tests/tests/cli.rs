@@ -123,16 +123,6 @@ fn checkpoints_of_a_running_job() {
     assert_eq!(list.stdout.lines().count(), 2, "{list:?}");
     said(&list, &["before  version ", "step-0"]);
     refused(&call("checkpoint", &server, &["--name", "../out"]), 1, &["../out", "name"]);
-    let written = json(&call("checkpoint", &server, &["--name", "third", "--json"]));
-    assert_eq!((&written["job"], &written["name"]), (&"default".into(), &"third".into()));
-    assert_eq!(written["manifests"][0]["server"], server.address());
-    let listed = call("checkpoints", &server, &["--json"]).stdout;
-    let last: Value = serde_json::from_str(listed.lines().last().unwrap()).unwrap();
-    assert_eq!((&last["name"], &last["version"]), (&written["name"], &written["version"]));
-    let out = folder.path().join("out");
-    let exported = json(&call("export", &server, &["--json", "--out", &out.display().to_string()]));
-    assert_eq!((&exported["dtype"], &exported["files"][0]), (&"bf16".into(), &"model.safetensors".into()));
-    assert!(exported["bytes"].as_u64().is_some_and(|bytes| bytes >= 268_160 * 2), "{exported}");
     let kept = [server.address(), "nothing was deleted", "checkpoint before", "--discard-state"];
     refused(&call("restore", &server, &["--name", "before"]), 1, &kept);
 }
@@ -167,23 +157,6 @@ fn a_deleted_job_is_gone_with_its_memory() {
         assert!(start.elapsed() < DEADLINE, "{:?}", call("status", &server, &[]));
     }
     assert!(status(&one(&server)).is_empty());
-}
-
-/// An operator needs the status most when a server has restarted empty.
-#[test]
-fn status_names_the_servers_that_lost_a_job() {
-    let mut servers = server::servers(2, &ServerOptions::new());
-    let addresses = server::addresses(&servers);
-    let mut running = Train::new(ENDLESS).servers(&addresses).start();
-    running.until_step(3);
-    servers[1].kill_and_restart();
-    let job = job_status(&addresses);
-    assert_eq!(
-        (job.servers.len(), &job.servers_without, job.state_hash),
-        (1, &vec![addresses[1].clone()], None)
-    );
-    let output = longshore(["status", "--servers", &addresses.join(",")]);
-    said(&output, &[&format!("{}  does not hold this job", addresses[1]), "a part of the state is lost"]);
 }
 
 /// Operators name the servers that the trainer was given. The job has five shards, and is on the first five.

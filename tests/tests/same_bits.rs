@@ -69,18 +69,6 @@ fn one_rank_has_the_same_bits_on_any_servers() {
     compare(&setups, &[]);
 }
 
-#[test]
-fn two_ranks_have_the_same_bits_on_any_servers() {
-    let setups = [PLAIN, Setup { servers: 3, shard_elements: 131072, threads: 2, ..PLAIN }];
-    compare(&setups, &["--world-size", "2", "--micro-steps", "2"]);
-}
-
-#[test]
-fn a_delayed_job_has_the_same_bits_on_any_servers() {
-    let setups = [PLAIN, Setup { servers: 2, isa: Some("scalar"), ..PLAIN }];
-    compare(&setups, &["--delay", "1", "--warmup-steps", "5"]);
-}
-
 /// Settings that decide which weights a step reads may change during a job's life, as may the length of a
 /// run. The bits then differ from an undisturbed run's, and the run names the settings.
 #[test]
