@@ -36,31 +36,11 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return decode(encode(values, dtype), dtype)
 
 
-def marked(gradient: np.ndarray, parameters, missing) -> np.ndarray:
-    """Marks parameters without a gradient by -0 in all elements. Other gradients get no -0 in their first element."""
-    gradient = gradient.copy()
-    for index, part in enumerate(parameters):
-        if index in missing:
-            gradient[part] = -0.0
-        elif gradient[part.start] == 0:
-            gradient[part.start] = 0.0
-    return gradient
-
-
 def chunks(data: bytes):
     """Yields (chunk, payload, CRC-32) for each MiB of a shard's data."""
     for chunk, start in enumerate(range(0, len(data), CHUNK_BYTES)):
         payload = data[start : start + CHUNK_BYTES]
         yield chunk, payload, zlib.crc32(payload)
-
-
-@dataclass
-class Partition:
-    """A run of parameters whose gradients come from the same ranks."""
-
-    first: int  # parameter
-    ranks: list
-    part: slice  # of the flat space
 
 
 @dataclass
@@ -71,37 +51,21 @@ class Layout:
     elements: int
     shard_elements: int
     servers: int
-    partitions: list  # a single one where all ranks contribute to everything
 
     @staticmethod
-    def of(shapes, shard_elements: int, servers: int, contributors) -> "Layout":
-        """Builds a layout. `contributors`: the ranks of each partition, by the index of its first parameter."""
-        parameters, starts, start = [], [], 0
-        for index, shape in enumerate(shapes):
-            if index in contributors:
-                start = round_up(start, BLOCK)
-                starts.append(start)
+    def of(shapes, shard_elements: int, servers: int) -> "Layout":
+        parameters, start = [], 0
+        for shape in shapes:
             end = start + math.prod(shape)
             parameters.append(slice(start, end))
             start = round_up(end, ALIGN)
-        elements = round_up(start, BLOCK)
-        parts = map(slice, starts, [*starts[1:], elements])
-        partitions = [Partition(first, ranks, part) for (first, ranks), part in zip(contributors.items(), parts)]
-        return Layout(parameters, elements, shard_elements, servers, partitions)
+        return Layout(parameters, round_up(start, BLOCK), shard_elements, servers)
 
     @property
     def shards(self):
-        """Returns each shard's part of the flat space. A shard lies in one partition."""
-        return [
-            slice(start, min(start + self.shard_elements, part.stop))
-            for part in (partition.part for partition in self.partitions)
-            for start in range(part.start, part.stop, self.shard_elements)
-        ]
-
-    def contributors(self, part: slice):
-        """Returns the ranks whose gradients make up a part of the flat space, which lies in one partition."""
-        [ranks] = [found.ranks for found in self.partitions if found.part.start <= part.start < found.part.stop]
-        return ranks
+        """Returns each shard's part of the flat space."""
+        starts = range(0, self.elements, self.shard_elements)
+        return [slice(start, min(start + self.shard_elements, self.elements)) for start in starts]
 
     @property
     def owners(self):

@@ -3,9 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from .layout import BLOCK, chunks, encode
+from .layout import chunks, encode
 from .rank import Job, Rank
-from .wire import Refused
 
 
 @dataclass
@@ -21,7 +20,6 @@ class Lead(Rank):
 
     def __init__(self, job: Job):
         super().__init__(job, 0)
-        self.left_out = []  # from the newest commit that this process knows
 
     def open(self):
         placement = self.messages.Placement(epoch=1, servers=self.job.addresses, owners=self.layout.owners)
@@ -30,9 +28,8 @@ class Lead(Rank):
             for server in self.servers
         ]
 
-    def upload(self, arrays, applied: int = 0):
-        """Uploads initial weights, and moments after `applied` updates, each shard to its owner. Returns the chunks that each server took.
-        """
+    def upload(self, weights):
+        """Uploads initial weights, each shard to its owner. Returns the chunks that each server took."""
         return [
             server.upload(
                 self.messages.UploadRequest(
@@ -42,12 +39,9 @@ class Lead(Rank):
                     chunk=chunk,
                     crc32=crc32,
                     payload=payload,
-                    array=array,
-                    applied=applied or None,
                 )
                 for shard, part in self.layout.owned(server.number)
-                for array, values in enumerate(arrays)
-                for chunk, payload, crc32 in chunks(encode(values[part], "f32"))
+                for chunk, payload, crc32 in chunks(encode(weights[part], "f32"))
             ).chunks
             for server in self.servers
         ]
@@ -56,44 +50,28 @@ class Lead(Rank):
         """Joins as a new process of rank 0: fences all earlier ones, brings the servers to one version, and joins."""
         found = self.join(fence_only=True)
         newest = max(found, key=lambda progress: progress.version)
-        self.left_out = list(newest.last_commit.left_out)
-        behind = [server for server, progress in zip(self.servers, found) if progress.version < newest.version]
-        try:
-            for server in behind:
+        for server, progress in zip(self.servers, found):
+            if progress.version < newest.version:
                 self.call(server, "Commit", incarnation=self.incarnation, commit=newest.last_commit)
-        except Refused as refused:
-            if refused.reason != "PRECONDITION":
-                raise
-            self.step_back()
         return self.join()
 
-    def step_back(self):
-        """Takes the newest step back if a server has lost its contributions."""
-        versions = [answer.progress.version for answer in self.everywhere("Describe", brief=True)]
-        for server, version in zip(self.servers, versions):
-            if version > min(versions):
-                self.call(server, "StepBack", incarnation=self.incarnation, version=min(versions))
-        self.version = min(versions)
-
     def stats(self, step: int):
-        """Returns all blocks' statistics in block order, each server's origin, and the parameters without a gradient."""
-        shards, origins, missing = {}, [], set()
+        """Returns all blocks' statistics in block order, and each server's origin."""
+        shards, origins = {}, []
         for server in self.servers:
             answers = list(server.stream("Stats", job=self.job.name, step=step))
             shards |= {answer.shard: list(answer.blocks) for answer in answers}
-            missing |= {parameter for answer in answers for parameter in answer.left_out}
             known = all(answer.origin for answer in answers)
             origins.append(sum(answer.origin for answer in answers) % 2**64 if known else 0)
         assert sorted(shards) == list(range(len(self.layout.shards))), sorted(shards)
-        return [block for shard in sorted(shards) for block in shards[shard]], origins, missing
+        return [block for shard in sorted(shards) for block in shards[shard]], origins
 
     def decide(self, step: int, loss_scale: float, clip: float, hypers, **more) -> Decision:
         """Decides a step whose contributions have this loss scale. An overflow halves the scale for later steps."""
-        blocks, origins, missing = self.stats(step)
+        blocks, origins = self.stats(step)
         total = 0.0  # not sum(), which corrects its rounding in newer Pythons
-        for number, block in enumerate(blocks):
-            ranks = self.layout.contributors(slice(number * BLOCK, (number + 1) * BLOCK))
-            total += block.sum_squares / (len(ranks) / self.job.spec.world_size) ** 2
+        for block in blocks:
+            total += block.sum_squares
         gradient_scale = loss_scale * self.job.spec.world_size * self.job.spec.micro_steps
         norm = math.sqrt(total) / gradient_scale
         skip = any(block.HasField("first_nonfinite") for block in blocks) or not math.isfinite(norm)
@@ -106,18 +84,9 @@ class Lead(Rank):
             norm=norm,
             loss_scale=loss_scale / 2 if skip else loss_scale,
             decided_by=self.incarnation,
-            left_out=self.left_out if skip else self._with_left_out(missing),
             **more,
         )
         return Decision(commit, origins)
-
-    def _with_left_out(self, missing):
-        """Returns the last commit's list with this step's parameters without a gradient."""
-        steps = {entry.param: entry.steps for entry in self.left_out}
-        steps |= {param: steps.get(param, 0) + 1 for param in missing}
-        return [
-            self.messages.LeftOut(param=param, steps=steps[param], now=param in missing) for param in sorted(steps)
-        ]
 
     def commit(self, decision: Decision, servers=None):
         """Sends a decision to all servers, or to some. Before that no server may lose the last version."""
@@ -136,16 +105,4 @@ class Lead(Rank):
             for server in (self.servers if servers is None else servers)
         ]
         self._know(decision.commit.step, decision.commit.loss_scale)
-        self.left_out = list(decision.commit.left_out)
         return answers
-
-    def complete_resume(self):
-        """Resumes the job on all servers, once an operator's resume has reached one of them."""
-        found = [answer.progress for answer in self.everywhere("Describe", brief=True)]
-        paused = self.messages.PHASE_PAUSED
-        resumed = next(progress for progress in found if progress.phase != paused)
-        scale = resumed.last_commit.loss_scale
-        for server, progress in zip(self.servers, found):
-            if progress.phase == paused:
-                self.call(server, "Resume", version=progress.version, loss_scale=scale)
-        self._know(resumed.version, scale)

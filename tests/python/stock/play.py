@@ -33,10 +33,10 @@ def refused(call, reason: str, field: str):
     raise AssertionError(f"the call must be refused as {reason} of {field}")
 
 
-def job_on(protocol, addresses, name: str, dtype: str, tier: str, contributors=None, **more) -> Job:
-    """Opens a job of two ranks. `contributors`: the ranks of each partition, by the index of its first parameter."""
+def job_on(protocol, addresses, name: str, dtype: str, tier: str) -> Job:
+    """Returns a job of two ranks."""
     messages = protocol.messages
-    layout = Layout.of(SHAPES.values(), SHARD_ELEMENTS, len(addresses), contributors or {0: [0, 1]})
+    layout = Layout.of(SHAPES.values(), SHARD_ELEMENTS, len(addresses))
     wire_dtype = messages.Dtype.Value(f"DTYPE_{dtype.upper()}")
     spec = messages.JobSpec(
         name=name,
@@ -49,13 +49,10 @@ def job_on(protocol, addresses, name: str, dtype: str, tier: str, contributors=N
         gradient_dtype=wire_dtype,
         image_dtype=wire_dtype,
         world_size=2,
+        micro_steps=MICRO_STEPS,
         max_delay=1,
         shard_elements=SHARD_ELEMENTS,
         tier=messages.Tier.Value(f"TIER_{tier.upper()}"),
-        partitions=[
-            messages.Partition(first=first, ranks=ranks) for first, ranks in (contributors or {}).items()
-        ],
-        **({"micro_steps": MICRO_STEPS} | more),
     )
     return Job(protocol, addresses, name, spec, layout, dtype, wire_dtype, LOSS_SCALE)
 
@@ -77,7 +74,7 @@ class Play:
         self.lead, self.other = Lead(job), Rank(job, 1)
         random = np.random.default_rng(12)
         weights = job.layout.flat(lambda elements: random.standard_normal(elements, np.float32))
-        self.reference = Reference(job.layout, GROUPS, job.spec.world_size, job.dtype, weights)
+        self.reference = Reference(job.layout, GROUPS, job.dtype, weights)
 
     def start(self):
         refused(self.lead.join, "NOT_FOUND", "job")
@@ -88,7 +85,7 @@ class Play:
             assert list(answer.progress.missing_shards) == owned
         assert not any(answer.created for answer in self.lead.open()), "the same spec opens the same job"
         self.lead.take_over()
-        self.lead.upload(self.reference.state(), self.reference.applied)
+        self.lead.upload(self.reference.weights)
         for answer in self.lead.everywhere("Describe"):
             assert (answer.progress.phase, answer.progress.version) == (self.messages.PHASE_TRAINING, 0)
         self.other.join()
@@ -105,10 +102,6 @@ class Play:
             gradients = list(gradients_of(self.job, rank.number, step, pulled, batch=0))
             change(rank, gradients)
             rank.push(step, pulled, gradients)
-            for partition in self.job.layout.partitions:
-                if rank.number not in partition.ranks:
-                    for gradient in gradients:
-                        gradient[partition.part] = -0.0  # adds nothing to the sum
             return gradients
 
         with ThreadPoolExecutor(2) as threads:
@@ -117,7 +110,7 @@ class Play:
 
     def decide(self, step: int, reads: int, gradient, **more) -> Decision:
         decision = self.lead.decide(step, self.lead.loss_scales[reads], CLIP, HYPERS, **more)
-        blocks, _, _ = self.lead.stats(step)
+        blocks, _ = self.lead.stats(step)
         for block, (squares, broken) in zip(blocks, statistics(gradient), strict=True):
             assert (block.first_nonfinite if block.HasField("first_nonfinite") else None) == broken, block
             assert broken is not None or math.isclose(block.sum_squares, squares, rel_tol=1e-6), (block, squares)
@@ -128,11 +121,7 @@ class Play:
         """Decides the step and compares its version. The other rank learns the decision."""
         decision = self.decide(step, reads, gradient, **more)
         assert not any(answer.duplicate for answer in self.lead.commit(decision))
-        kind, commit = self.other.learn()
-        if more.get("pause_reason"):
-            assert (kind, commit.reason) == ("paused", more["pause_reason"])
-            kind, commit = self.other.learn()
-        assert kind == "commit" and commit == decision.commit, commit
+        assert self.other.learn() == ("commit", decision.commit)
         self.reference.step(decision.commit, gradient)
         self.compare(self.lead.incarnation)
         for rank in (self.lead, self.other):

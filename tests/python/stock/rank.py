@@ -94,8 +94,6 @@ class Rank:
         kind = event.WhichOneof("event")
         if kind == "commit":
             self._know(event.commit.step, event.commit.loss_scale)
-        elif kind == "resumed" and event.resumed.loss_scale:
-            self.loss_scales[self.version] = event.resumed.loss_scale
         return kind, getattr(event, kind)
 
     def pull(self, version: int) -> Pulled:
@@ -125,8 +123,6 @@ class Rank:
         """Yields the chunks that this rank contributes to one server's shards, in ascending micro-steps."""
         for micro_step, gradient in enumerate(gradients):
             for shard, part in self.layout.owned(server.number):
-                if self.number not in self.layout.contributors(part):
-                    continue
                 for chunk, payload, crc32 in chunks(encode(gradient[part], self.job.dtype)):
                     yield self.messages.PushRequest(
                         job=self.job.name,

@@ -18,8 +18,6 @@ class Scenario(Play):
 
     def __init__(self, protocol, addresses, dtype: str, tier: str):
         super().__init__(job_on(protocol, addresses, f"stock-{dtype}", dtype, tier))
-        self.tier = tier
-        self.withdrawn_by = None  # an incarnation whose decision on the newest version was taken back
 
     def play(self):
         self.start()
@@ -27,8 +25,6 @@ class Scenario(Play):
         self.exact_and_delayed()
         self.overflow()
         self.lead_dies()
-        self.pauses()
-        self.withdrawn()
         self.checkpoint()
         self.lead.leave()
         self.other.leave()
@@ -104,95 +100,27 @@ class Scenario(Play):
         self.reference.step(decision.commit, gradient)
         self.compare(decided_by=old.incarnation)
         assert self.other.learn() == ("commit", decision.commit)
-        self.withdrawn_by = old.incarnation
-
-    def pauses(self):
-        """A decision pauses the job, and a resume reaches some of the servers. A second pause comes without a decision."""
-        gradient = self.contribute(5, reads=4)
-        self.finish(5, 4, gradient, pause_reason="look at the loss")
-        refused(lambda: self.other.push(6, self.other.pull(5), [gradient]), "PRECONDITION", "job.phase")
-        for server in self.servers[:2]:
-            self.lead.call(server, "Resume", version=5, loss_scale=LOSS_SCALE)
-        self.lead.complete_resume()
-        kind, resumed = self.other.learn()
-        assert (kind, resumed.loss_scale) == ("resumed", LOSS_SCALE)
-        assert self.lead.loss_scales[5] == self.other.loss_scales[5] == LOSS_SCALE
-        self.lead.everywhere("Pause", incarnation=self.lead.incarnation, reason="a walk")
-        kind, paused = self.other.learn()
-        assert (kind, paused.reason) == ("paused", "a walk")
-        refused(lambda: self.lead.everywhere("Resume", version=5, loss_scale=1), "PRECONDITION", "loss_scale")
-        for _ in range(2):
-            self.lead.everywhere("Resume", version=5)
-        assert self.other.learn()[0] == "resumed"
-
-    def withdrawn(self):
-        """Servers refuse a contribution computed with a decision that was taken back. Its rank starts over."""
-        if self.tier == "nvme":
-            self.take_back()
-        else:
-            gradient = self.contribute(6, reads=5)
-            self.finish(6, 5, gradient)
-        reads = self.other.pull(6)
-        reads.decided_by = self.withdrawn_by
-        gradients = list(gradients_of(self.job, 1, 7, reads, batch=0))
-        refused(lambda: self.other.push(7, reads, gradients), "CONFLICT", "push.reads")
-        self.other = Rank(self.job, 1)
-        self.other.join()
-        self.other.watch(self.servers[0])
-
-    def take_back(self):
-        """The first server alone has all of step 6 and decides it, as after a crash of the others. The step is taken back."""
-        pulled = self.lead.pull(5)
-
-        def push_first(rank):
-            gradients = list(gradients_of(self.job, rank.number, 6, pulled, batch=1))
-            rank.push(6, pulled, gradients, rank.servers[:1])
-
-        with ThreadPoolExecutor(2) as threads:
-            list(threads.map(push_first, [self.lead, self.other]))
-        answers = list(self.servers[0].stream("Stats", job=self.job.name, step=6))
-        commit = self.messages.Commit(
-            step=6,
-            gradient_scale=pulled.loss_scale * 2 * MICRO_STEPS,
-            clip_coefficient=0.5,
-            groups=[self.messages.Hyper(**hyper) for hyper in HYPERS],
-            loss_scale=pulled.loss_scale,
-            decided_by=self.lead.incarnation,
-        )
-        origins = [sum(answer.origin for answer in answers) % 2**64]
-        self.lead.commit(Decision(commit, origins), self.servers[:1])
-        assert self.other.learn() == ("commit", commit)
-        weights = np.zeros(self.job.layout.elements, np.float32)
-        assert set(self.other.pull_from(self.servers[0], 6, weights)) == {self.lead.incarnation}
-        self.withdrawn_by = self.lead.incarnation
-        self.lead = Lead(self.job)
-        assert {progress.version for progress in self.lead.take_over()} == {5}
-        refused(self.other.learn, "UNAVAILABLE", "job")
-        self.other.version = 5
-        self.other.watch(self.servers[0])
-        gradient = self.contribute(6, reads=5)
-        self.finish(6, 5, gradient)
 
     def checkpoint(self):
         """A checkpoint of a coming version, while training goes on. The job is deleted and restored from it."""
-        name = "seven"
+        name = "five"
         with ThreadPoolExecutor(len(self.servers)) as threads:
             written = [
-                threads.submit(self.lead.call, server, "Checkpoint", name=name, version=7) for server in self.servers
+                threads.submit(self.lead.call, server, "Checkpoint", name=name, version=5) for server in self.servers
             ]
-            gradient = self.contribute(7, reads=6)
+            gradient = self.contribute(5, reads=4)
             ahead = self.messages.LookAhead(lr=[0.002, 0.0])
-            self.finish(7, 6, gradient, look_ahead=ahead, trainer_state=b"data from batch 7 on")
+            self.finish(5, 4, gradient, look_ahead=ahead, trainer_state=b"data from batch 5 on")
             parts = [answer.result().part for answer in written]
         for sealed in self.lead.everywhere("SealCheckpoint", name=name, parts=parts):
             assert sealed.parts == len(self.servers)
         for listed in self.lead.everywhere("ListCheckpoints"):
             [checkpoint] = listed.checkpoints
-            assert (checkpoint.name, checkpoint.version, checkpoint.damage) == (name, 7, "")
+            assert (checkpoint.name, checkpoint.version, checkpoint.damage) == (name, 5, "")
             assert checkpoint.state_hash == self.reference.state_hash()
         self.export()
         saved, decided_by = self.reference.saved(), self.lead.incarnation
-        self.finish(8, 7, self.contribute(8, reads=7))
+        self.finish(6, 5, self.contribute(6, reads=5))
 
         self.lead.everywhere("DeleteJob")
         self.lead, self.other = Lead(self.job), Rank(self.job, 1)
@@ -202,13 +130,13 @@ class Scenario(Play):
         assert all(answer.progress.phase == self.messages.PHASE_LOADING for answer in held)
         self.lead.everywhere("Restore", name=name, mode=self.messages.RESTORE_MODE_WHOLE)
         for progress in self.lead.take_over():
-            assert (progress.phase, progress.version) == (self.messages.PHASE_TRAINING, 7)
-            assert progress.last_commit.trainer_state == b"data from batch 7 on"
+            assert (progress.phase, progress.version) == (self.messages.PHASE_TRAINING, 5)
+            assert progress.last_commit.trainer_state == b"data from batch 5 on"
         self.other.join()
         self.other.watch(self.servers[0])
         self.reference.restore(saved)
         self.compare(decided_by)
-        self.finish(8, 7, self.contribute(8, reads=7))
+        self.finish(6, 5, self.contribute(6, reads=5))
 
     def export(self):
         """Exports the weights in fp32."""

@@ -62,22 +62,11 @@ def ahead_of(hyper, lr: float, applied: int, weights, first, second, gradient):
 class Reference:
     """The expected state of the whole job on the servers."""
 
-    def __init__(self, layout: Layout, groups, world_size: int, dtype: str, weights):
-        self.layout, self.groups, self.world_size, self.dtype = layout, groups, world_size, dtype
+    def __init__(self, layout: Layout, groups, dtype: str, weights):
+        self.layout, self.groups, self.dtype = layout, groups, dtype
         self.version = self.applied = 0
         self.weights, self.first, self.second = weights, np.zeros_like(weights), np.zeros_like(weights)
         self.images = {0: rounded(weights, dtype)}
-
-    def trained(self, applied: int):
-        """Makes this the state of an optimizer after `applied` updates."""
-        random = np.random.default_rng(applied)
-        self.applied = applied
-        self.first = self.layout.flat(lambda elements: random.standard_normal(elements, np.float32))
-        self.second = self.layout.flat(lambda elements: random.random(elements, np.float32))
-
-    def state(self):
-        """Returns the arrays that fill a new job."""
-        return [self.weights, self.first, self.second] if self.applied else [self.weights]
 
     def step(self, commit, gradient):
         """Makes the commit's version, from the sum of the gradients."""
@@ -86,42 +75,31 @@ class Reference:
             self.images[self.version] = self.images[self.version - 1]
             return
         self.applied += 1
-        gradient = gradient * self._factors(commit.clip_coefficient, commit.gradient_scale)
+        gradient = gradient * np.float32(commit.clip_coefficient / commit.gradient_scale)
         self._update(commit, gradient)
         image = self.weights
         if commit.HasField("look_ahead"):
             image = self.weights - self._ahead(commit, gradient)
         self.images[self.version] = rounded(image, self.dtype)
 
-    def _factors(self, numerator: float, gradient_scale: float):
-        """Returns each element's multiplier, which turns the sum into the mean of its contributors' gradients."""
-        factors = np.ones(self.layout.elements, np.float32)
-        for partition in self.layout.partitions:
-            share = len(partition.ranks) / self.world_size
-            factors[partition.part] = np.float32(numerator / (gradient_scale * share))
-        return factors
-
     def _parts(self, commit):
-        """Yields (group, its hyperparameters, t, elements) for each parameter that the step includes."""
-        left_out = {entry.param: entry for entry in commit.left_out}
-        for index, (group, part) in enumerate(zip(self.groups, self.layout.parameters)):
+        """Yields (group, its hyperparameters, elements) for each parameter."""
+        for group, part in zip(self.groups, self.layout.parameters):
             hyper = {field.name: value for field, value in commit.groups[group].ListFields()}
-            without = left_out.get(index)
-            if without is None or not without.now:
-                yield group, {"weight_decay": 0.0} | hyper, self.applied - (without.steps if without else 0), part
+            yield group, {"weight_decay": 0.0} | hyper, part
 
     def _ahead(self, commit, gradient):
         ahead = np.zeros_like(self.weights)
-        for group, hyper, applied, part in self._parts(commit):
+        for group, hyper, part in self._parts(commit):
             state = [values[part] for values in (self.weights, self.first, self.second)]
-            ahead[part] = ahead_of(hyper, commit.look_ahead.lr[group], applied, *state, gradient[part])
+            ahead[part] = ahead_of(hyper, commit.look_ahead.lr[group], self.applied, *state, gradient[part])
         return ahead
 
     def _update(self, commit, gradient):
         state = [self.weights.copy(), self.first.copy(), self.second.copy()]
-        for _, hyper, applied, part in self._parts(commit):
+        for _, hyper, part in self._parts(commit):
             old = [values[part] for values in state]
-            for values, new in zip(state, adamw(hyper, applied, *old, gradient[part])):
+            for values, new in zip(state, adamw(hyper, self.applied, *old, gradient[part])):
                 values[part] = new
         self.weights, self.first, self.second = state
 
