@@ -2,10 +2,8 @@
 """Compares `longshore plan` with real runs, and prints the tables of docs/plan.md.
 
 Each server is a `longshored` in its own network namespace, behind a link that the kernel shapes each way. So the script needs root, `ip`
-and `tc`. `scaling`, `papers` and `largest` run nothing but `longshore plan`; `commands` runs nothing, and prints the commands of
-`configurations`. `hosts` and `prefetch` need a Python that has the package and PyTorch. Usage: benchmarks/plan.py links | configurations |
-commands | scaling | hosts | prefetch | papers | largest
-                    [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S] [--python PYTHON]
+and `tc`. `hosts` and `prefetch` need a Python that has the package and PyTorch. Usage: benchmarks/plan.py links | configurations |
+hosts | prefetch    [--programs target/release] [--only NAME...] [--state-dir DIR --drives GB/S] [--python PYTHON]
 """
 
 import argparse
@@ -17,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-from plan_servers import PORT, Servers
+from plan_servers import Servers
 
 
 def step(programs, servers, *flags):
@@ -102,24 +100,6 @@ class Configuration:
         return ["--params", self.params, "--server-link", self.link, "--rounds", 1, "--steps",
                 self.steps, *self.of_step, *self.drives]  # fmt: skip
 
-    def lines(self):
-        folder = ["--state-dir", "FOLDER"] if self.on_drives else []
-        addresses = [f"10.213.{index}.2:{PORT}" for index in range(self.count)]
-        for address in addresses:
-            yield words(["longshored --listen", address, "--insecure", *self.server, *folder])
-        yield words(["longshore bench step --servers", ",".join(addresses), *self.step()])
-        yield words(["longshore plan", *self.plan()])
-
-
-def commands(args):
-    """Prints each row's commands: servers, each behind a link, a bench, and the plan."""
-    print("```sh")
-    for name in args.only or CONFIGURATIONS:
-        configuration = Configuration(args, name)
-        print(f"# {name}: links of {configuration.link // 1_000_000} MB/s")
-        print(*configuration.lines(), sep="\n")
-    print("```")
-
 
 def ask(args, *flags):
     """Returns the output of `longshore plan`."""
@@ -132,7 +112,7 @@ def ask(args, *flags):
 
 
 def configurations(args):
-    """Memory and steps of configurations against the plan, and the commands that made them."""
+    """Memory and steps of configurations against the plan."""
     unknown = set(args.only or []) - set(CONFIGURATIONS)
     if unknown:
         sys.exit(f"--only names {', '.join(sorted(unknown))}, but must name some of: {'; '.join(CONFIGURATIONS)}")
@@ -162,39 +142,6 @@ def configurations(args):
             f"{found['predicted_ms'] / 1e3:.2f}", f"{found['step_over_predicted']:.3f}",
         ]  # fmt: skip
         print("| " + " | ".join(row) + " |", flush=True)
-    print()
-    commands(args)
-
-
-#: A step's bottleneck, in the words of `longshore plan` for people.
-BINDINGS = {
-    "gpu": "the GPU",
-    "push": "the links, for gradients",
-    "pull": "the links, for weights",
-    "fabric": "the links between GPUs",
-    "server_memory": "the servers' memory",
-    "drives": "the servers' drives",
-}
-
-#: A host of 16 GPUs with a server on it. The batch of a GPU stays the same.
-NODE = ["--gpu-tflops", 45, "--gpu-memory", "32GB", "--link", 6, "--server-link", 50, "--server-memory", 100, "--fabric", 25]
-
-
-def scaling(args):
-    """Steps of one model on a growing number of hosts, by the plan alone."""
-    print("| hosts | GPUs | step s | of it exposed s | what binds | tokens/s of a GPU | against one host |")
-    print("|---:|---:|---:|---:|---|---:|---:|")
-    tokens, first = 1024, None
-    for hosts in (1, 2, 4, 8, 16, 32):
-        plan = ask(args, "--params", "40B", "--servers", hosts, "--world-size", 16 * hosts, "--sequences", 1, "--context",
-                   1024, *NODE)  # fmt: skip
-        stage = plan["gpus"]["stages"][1]
-        pace = tokens / stage["step_s"]
-        first = first or pace
-        print(
-            f"| {hosts} | {16 * hosts} | {stage['step_s']:.2f} | {stage['exposed_s']:.2f} | {BINDINGS[stage['binding']]} | "
-            f"{pace:.0f} | {pace / first:.2f} |"
-        )
 
 
 def hosts(args):
@@ -241,71 +188,7 @@ def prefetch(args):
         )
 
 
-#: A host of 16 GPUs and a server.
-HOST = ["--context", 1024, "--gpu-memory", "32GB", "--memory", "1500GB"]
-MANY = ["--fabric", 100, "--units", "tensors"]
-#: The papers' largest models: the size, the paper, the stage, and flags for the same model.
-PAPERS = [
-    ("13 B on 1 GPU", "ZeRO-Offload", 2, ["--params", "13B"]),
-    ("40 B on 1 GPU", "ZeRO-3 Offload", 3, ["--params", "40B"]),
-    ("70 B on 16 GPUs", "ZeRO-Offload, with model parallelism", 3, ["--params", "70B", "--world-size", 16, "--fabric", 100]),
-    ("1 T on 256 GPUs", "ZeRO-3 Offload", 3, ["--params", "1T", "--world-size", 256, "--servers", 16, "--fabric", 100]),
-    ("1 T on 256 GPUs", "ZeRO-3 Offload", 3, ["--params", "1T", "--world-size", 256, "--servers", 16, *MANY]),
-    ("2 T on 512 GPUs", "ZeRO-3 Offload", 3, ["--params", "2T", "--world-size", 512, "--servers", 32, *MANY]),
-    ("2 T on 512 GPUs", "ZeRO-3 Offload", 3,
-     ["--params", "2T", "--world-size", 512, "--servers", 32, *MANY, "--offload-activations"]),
-]  # fmt: skip
-
-
-def papers(args):
-    """The largest models that papers report, by the plan alone."""
-    print("| model | theirs | stage, units | GPU's peak GB: weights + gradients + activations | fits 32 GB | a server's DRAM GB | "
-          "its host's GPUs beside it GB | fit 1.5 TB |")  # fmt: skip
-    print("|---|---|---|---:|---|---:|---:|---|")
-    lines = []
-    for model, theirs, stage, flags in PAPERS:
-        lines.append(words(["longshore plan", *flags, *HOST]))
-        plan = ask(args, *flags, *HOST)
-        gpu = plan["gpus"]["stages"][stage - 2]
-        gb = {key: gpu[f"{key}_bytes"] / 1e9 for key in ("peak", "weight", "gradient", "activation", "host_activation")}
-        server, ranks = plan["memory_bytes"] / 1e9, min(16, plan["gpus"]["gpus"])
-        beside = ranks * (gb["host_activation"] + plan["gpus"]["retained_gradient_bytes"] / 1e9)
-        how = "2" if stage == 2 else "3, tensors" if "tensors" in flags else "3, blocks"
-        how += ", activations on the host" if "--offload-activations" in flags else ""
-        print(
-            f"| {model} | {theirs} | {how} | {gb['peak']:.1f}: {gb['weight']:.1f} + {gb['gradient']:.1f} + "
-            f"{gb['activation']:.1f} | {'yes' if gpu['fits'] else 'no'} | {server:,.0f} | {beside:,.0f} | "
-            f"{'yes' if server + beside <= 1500 else 'no'} |"
-        )
-    print("", "```sh", *lines, "```", sep="\n")
-
-
-def largest(args):
-    """The largest model by a GPU's memory, beside DeepSpeed's estimators, in billions of parameters."""
-    print("| GPU | stage 2, DeepSpeed's formula | stage 2, ours | stage 3, DeepSpeed's formula | stage 3, ours, tensors | "
-          "stage 3, ours, blocks |")  # fmt: skip
-    print("|---:|---:|---:|---:|---:|---:|")
-    for gb in (8, 16, 24, 32, 40, 80):
-        ours = {}
-        for units in ("blocks", "tensors"):
-            plan = ask(args, "--params", "1B", "--context", 1024, "--gpu-memory", f"{gb}GB", "--units", units)
-            ours[units] = [stage["largest_parameters"] / 1e9 for stage in plan["gpus"]["stages"]]
-        # estimate_zero2_model_states_mem_needs with cpu_offload: 2 bytes a parameter on the GPU.
-        two = gb / 2
-        # estimate_zero3_model_states_mem_needs with cpu_offload_params: 4 bytes for each parameter of the largest layer, the module with
-        # the most parameters of its own. Here it is a product of the MLP: 4 * width^2 of the 12 * width^2 in each of width / 128 blocks.
-        width = (gb * 1e9 / 4 / 4) ** 0.5
-        three = 12 * width**2 * width / 128 / 1e9
-        print(
-            f"| {gb} GB | {two:.1f} | {ours['blocks'][0]:.1f} | {three:,.0f} | {ours['tensors'][1]:,.0f} | "
-            f"{ours['blocks'][1]:,.0f} |"
-        )
-
-
-WHAT = {
-    "links": links, "configurations": configurations, "commands": commands, "scaling": scaling, "hosts": hosts, "prefetch": prefetch,
-    "papers": papers, "largest": largest,
-}  # fmt: skip
+WHAT = {"links": links, "configurations": configurations, "hosts": hosts, "prefetch": prefetch}
 
 
 def main():
