@@ -5,7 +5,6 @@
 mod arrays;
 mod host;
 pub(crate) mod probe;
-mod receive;
 pub(crate) mod step;
 pub(crate) mod storage;
 mod table;

@@ -11,12 +11,12 @@ use longshore_engine::{
 };
 use longshore_proto::{Dtype, Formats};
 
+use self::cases::Images;
 pub(super) use self::cases::Update;
-use self::cases::{Case, Images};
 use super::{
     Measured, Rows,
     arrays::{Arrays, BLOCK, Shard, fitting, gradient_of, move_bytes},
-    median, receive,
+    median,
 };
 use crate::{output::Output, sizes::parse_count};
 
@@ -37,19 +37,14 @@ pub(crate) struct Args {
 }
 
 impl Arrays {
-    fn time(&mut self, pool: &ThreadPool, case: Case, is_limit: bool) -> anyhow::Result<f64> {
-        if let Case::Update(update) = case {
-            self.prepare(pool, update.formats);
-        }
+    fn time(&mut self, pool: &ThreadPool, case: Update, is_limit: bool) -> f64 {
+        self.prepare(pool, case.formats);
         let begun = Instant::now();
-        match case {
-            Case::Update(update) if is_limit => move_bytes(self, pool, update.shape()),
-            Case::Update(update) => self.pass(pool, update),
-            Case::Receive { source, wire, isa } => {
-                receive::pass(self, pool, source, wire, (!is_limit).then_some(isa))?;
-            }
+        match is_limit {
+            true => move_bytes(self, pool, case.shape()),
+            false => self.pass(pool, case),
         }
-        Ok(begun.elapsed().as_secs_f64())
+        begun.elapsed().as_secs_f64()
     }
 
     fn pass(&mut self, pool: &ThreadPool, case: Update) {
@@ -150,7 +145,7 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     // on the core of the pool's second thread all the time.
     all.adopt_caller();
     let mut arrays = Arrays::allocate(params, all)?;
-    let names: Vec<String> = cases.iter().map(Case::name).collect();
+    let names: Vec<String> = cases.iter().map(Update::name).collect();
     let rows = Rows::begin(names.iter().map(String::as_str), out);
     let rounds: usize = args.rounds.into();
     let progress = indicatif::ProgressBar::new((rounds * cases.len() * pools.len()) as u64);
@@ -160,7 +155,7 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
                 bench: "update",
                 case: case.name(),
                 threads: pool.threads(),
-                bytes: (params / BLOCK * case.block_bytes()) as u64,
+                bytes: (params / BLOCK * case.shape().block_bytes()) as u64,
                 params: params as u64,
                 times: Vec::new(),
                 limits: Vec::new(),
@@ -169,7 +164,7 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
                 // Case and limit take turns in going first.
                 let limit_first = round % 2 == 0;
                 for is_limit in [limit_first, !limit_first] {
-                    let seconds = arrays.time(pool, case, is_limit)?;
+                    let seconds = arrays.time(pool, case, is_limit);
                     if is_limit { &mut measured.limits } else { &mut measured.times }.push(seconds);
                 }
                 progress.inc(1);
@@ -181,11 +176,11 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn selected(args: &Args) -> anyhow::Result<Vec<Case>> {
-    let list = Case::list(args.all);
-    let cases: Vec<Case> = list.iter().copied().filter(|case| case.name().contains(&args.filter)).collect();
+fn selected(args: &Args) -> anyhow::Result<Vec<Update>> {
+    let list = Update::list(args.all);
+    let cases: Vec<Update> = list.iter().copied().filter(|case| case.name().contains(&args.filter)).collect();
     if cases.is_empty() {
-        let names: Vec<String> = list.iter().map(Case::name).collect();
+        let names: Vec<String> = list.iter().map(Update::name).collect();
         anyhow::bail!("no case contains {:?}; there are {}", args.filter, names.join(", "));
     }
     Ok(cases)
@@ -201,11 +196,10 @@ mod tests {
     fn every_case_and_its_limit_run_on_a_part_of_a_shard() {
         let pool = ThreadPool::new(2).unwrap();
         let mut arrays = Arrays::allocate(2 * BLOCK, &pool).unwrap();
-        for case in Case::list(true) {
-            arrays.time(&pool, case, true).unwrap();
-            arrays.time(&pool, case, false).unwrap();
-            let Case::Update(update) = case else { continue };
-            let (_, state, _) = arrays.shards[0].cut(update.shape());
+        for case in Update::list(true) {
+            arrays.time(&pool, case, true);
+            arrays.time(&pool, case, false);
+            let (_, state, _) = arrays.shards[0].cut(case.shape());
             for block in 0..2 {
                 state.as_ref().with_master(Isa::detect(), block, |weights| {
                     assert!(weights.iter().all(|w| (0.1..0.6).contains(w)), "{}", case.name());

@@ -6,21 +6,7 @@ use longshore_engine::{
 };
 use longshore_proto::{Dtype, Formats, MasterFormat, StateFormat};
 
-use super::super::{
-    arrays::Shape,
-    receive::{self, Source},
-};
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Case {
-    Update(Update),
-    /// A gradient received with gradient statistics, beside one received without.
-    Receive {
-        source: Source,
-        wire: Dtype,
-        isa: Isa,
-    },
-}
+use super::super::arrays::Shape;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) struct Update {
@@ -39,25 +25,10 @@ pub(super) enum Images {
     Ahead,
 }
 
-impl Case {
-    pub(super) fn name(&self) -> String {
-        match self {
-            Case::Update(update) => update.name(),
-            Case::Receive { source, wire, isa } => format!("receive/{source}/{wire}/{isa}"),
-        }
-    }
-
-    /// Bytes through memory for each block.
-    pub(super) fn block_bytes(&self) -> usize {
-        match self {
-            Case::Update(update) => update.shape().block_bytes(),
-            Case::Receive { wire, .. } => receive::block_bytes(*wire),
-        }
-    }
-
+impl Update {
     /// Returns the cases. `all` means every combination. Otherwise AdamW in every format or on every instruction
     /// set, and the other rules in bf16 on the fastest instruction set.
-    pub(super) fn list(all: bool) -> Vec<Case> {
+    pub(super) fn list(all: bool) -> Vec<Update> {
         let (best, mut cases) = (Isa::detect(), Vec::new());
         for rule in Rule::ALL {
             for wire in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
@@ -69,30 +40,16 @@ impl Case {
                         if all || fastest && adamw || formats.is_fp32() && (fastest || adamw) {
                             let images =
                                 [Some(Images::Plain), rule.can_look_ahead().then_some(Images::Ahead)];
-                            let case = |images| Case::Update(Update { rule, wire, isa, formats, images });
+                            let case = |images| Update { rule, wire, isa, formats, images };
                             cases.extend(images.into_iter().flatten().map(case));
                         }
                     }
                 }
             }
         }
-        let receive = |isa| {
-            [Source::Memory, Source::Tcp].map(|source| Case::Receive { source, wire: Dtype::Bf16, isa })
-        };
-        cases.extend(Isa::available().into_iter().filter(|&isa| all || isa == best).flat_map(receive));
         cases
     }
-}
 
-const FORMATS: [(StateFormat, MasterFormat); 5] = [
-    (StateFormat::F32, MasterFormat::F32),
-    (StateFormat::Bf16, MasterFormat::F32),
-    (StateFormat::Block8, MasterFormat::F32),
-    (StateFormat::Bf16, MasterFormat::Bf16),
-    (StateFormat::Block8, MasterFormat::Bf16),
-];
-
-impl Update {
     /// AdamW with bf16 on the fastest instruction set.
     pub(in super::super) fn plain() -> Update {
         let (formats, images) = (Formats { seed: 1, ..Formats::default() }, Images::Plain);
@@ -118,3 +75,11 @@ impl Update {
         Shape { wire: self.wire, state: tier::Shape::new(self.rule, self.formats) }
     }
 }
+
+const FORMATS: [(StateFormat, MasterFormat); 5] = [
+    (StateFormat::F32, MasterFormat::F32),
+    (StateFormat::Bf16, MasterFormat::F32),
+    (StateFormat::Block8, MasterFormat::F32),
+    (StateFormat::Bf16, MasterFormat::Bf16),
+    (StateFormat::Block8, MasterFormat::Bf16),
+];
