@@ -144,6 +144,7 @@ impl Target<'_> {
                 let pair =
                     |at| [self.headers(END_HEADERS, at, PUSH), frame(RESET, 0, at, &[0, 0, 0, 8])].concat();
                 guest.flood(streams(5000).map(pair));
+                assert!(!guest.is_alive(), "who takes calls back at once keeps the connection");
             }
             Flood::GiantHeaders => {
                 // A continuation frame of 12 KiB waits for the headers' end. A hundred end their connection.
