@@ -1,9 +1,7 @@
-"""A rank of test_ranks.py, test_train_later.py and test_torchrun.py. Starts like a process of torchrun."""
+"""A rank of test_ranks.py and test_train_later.py. Starts like a process of torchrun."""
 
 import math
-import os
 import random
-import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -212,9 +210,8 @@ def optimizer_of(model: nn.Module, way: str, options: dict[str, Any]) -> Any:
 
 def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     opens, name, steps, seed = (options.pop(*given) for given in (("opens", True), ("model", "net"), ("steps", STEPS), ("seed", 0)))
-    keep, resume, saves, saves_at, dies_at = (options.pop(given, None) for given in ("keep", "resume", "saves", "saves_at", "dies_at"))
+    keep, resume, saves, saves_at = (options.pop(given, None) for given in ("keep", "resume", "saves", "saves_at"))
     as_in, budget = options.pop("as_in", 0), options.pop("budget", None)
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     model, own, data = prepare(way, name, seed, alike=not opens)
     plain: Any = getattr(model, "module", model)
     if name == "later" and options.get("frozen", "leave") != "leave":
@@ -228,7 +225,7 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
         optimizer.open()
     if budget is not None:
         longshore.shard(model, optimizer, budget=budget)
-    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "bytes": [], "version": optimizer.version, "restarts": restarts}
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "bytes": [], "version": optimizer.version}
     while optimizer.version < steps:
         if optimizer._connection is not None and optimizer._connection.made == saves_at:
             save_alone(optimizer)
@@ -242,8 +239,6 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
         value.backward()
         if not is_streaming and name == "net":
             found["gradients"].append(mean_gradients(model, way))
-        if (distributed.get_rank(), restarts, optimizer.version) == (1, 0, dies_at):
-            os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         report = optimizer.last_report
         if report is not None:  # a delayed step's report comes later
@@ -258,9 +253,6 @@ def train(way: str, options: dict[str, Any]) -> dict[str, Any]:
     found["own"] = [dtensor.local_shard(parameter).clone() for parameter in parameters]
     if keep:
         KEPT[options["job"]] = found["state"] = optimizer.state_dict(full=True)
-    if dies_at is not None:
-        found["hash"] = optimizer._connection.job.state_hash()
-        distributed.barrier()
     optimizer.close()
     return found
 
