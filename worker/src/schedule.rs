@@ -59,32 +59,3 @@ impl Schedule {
         Version(if exact { previous } else { previous.saturating_sub(1) })
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn table(schedule: &Schedule, steps: u64) -> Vec<u64> {
-        (1..=steps).map(|step| schedule.reads(Step(step)).0).collect()
-    }
-
-    #[test]
-    fn exact_reads_the_version_before() {
-        assert_eq!(table(&Schedule::exact(), 5), [0, 1, 2, 3, 4]);
-    }
-
-    #[test]
-    fn delay_starts_after_warmup() {
-        assert_eq!(table(&Schedule::delayed(0), 5), [0, 0, 1, 2, 3]);
-        assert_eq!(table(&Schedule::delayed(1), 5), [0, 0, 1, 2, 3]);
-        assert_eq!(table(&Schedule::delayed(3), 7), [0, 1, 2, 2, 3, 4, 5]);
-    }
-
-    #[test]
-    fn the_step_after_a_drain_reads_the_drained_version() {
-        let schedule = Schedule::delayed(1).draining_when(|step| step.0.is_multiple_of(4));
-        assert_eq!(table(&schedule, 9), [0, 0, 1, 2, 4, 4, 5, 6, 8]);
-        let schedule = Schedule::delayed(0).draining_when(|step| step.0 == 3);
-        assert_eq!(table(&schedule, 6), [0, 0, 1, 3, 3, 4]);
-    }
-}

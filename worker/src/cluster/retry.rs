@@ -45,16 +45,3 @@ impl Backoff {
         pause < left
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pauses_grow_to_the_longest() {
-        let mut backoff = Backoff::new();
-        let pauses: Vec<Duration> = (0..12).map(|_| backoff.draw()).collect();
-        assert!(pauses[0] >= FIRST / 2 && pauses[0] <= FIRST);
-        assert!(pauses[11] >= LONGEST / 2 && pauses[11] <= LONGEST);
-    }
-}

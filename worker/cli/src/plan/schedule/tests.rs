@@ -183,14 +183,6 @@ fn the_bytes_of_a_step_are_those_that_links_carry() {
 }
 
 #[test]
-fn a_shard_is_updated_by_the_one_server_that_has_it() {
-    // Thousands of servers are simulated in groups, but no server helps another with its shard.
-    let run = Run { shard: 50e6, servers: 4096.0, update_bytes: 2800.0, ..run(4, 0.0001) };
-    let hardware = Hardware { link: 1e15, server_link: 1e15, ..HARDWARE };
-    assert!(run.step(&hardware).wall_s >= 50e6 * 2800.0 / 100e9);
-}
-
-#[test]
 fn what_stays_on_the_device_is_not_pulled_again() {
     let hardware = Hardware { server_memory: 1e12, ..HARDWARE };
     let mut run = Run { stage: Stage::Three, delayed: true, ..run(20, 0.001) };

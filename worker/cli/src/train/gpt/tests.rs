@@ -1,8 +1,8 @@
 //! Gradients against finite differences, and changes that must not change a bit.
 
 use super::{
-    Batch, BoxError, Config, ConfigError, Gpt, Gradients, Group, PRESETS, Param, Tensor, Weights, evaluate,
-    micro_step, preset, product::Real, step::Pass,
+    Batch, BoxError, Config, Gpt, Gradients, Param, Tensor, Weights, evaluate, micro_step, product::Real,
+    step::Pass,
 };
 
 /// The head width is no multiple of a vector's width, so that row ends are covered too.
@@ -192,38 +192,4 @@ fn a_short_batch_trains() {
     let loss = micro_step(&model, &mut weights, &mut Emitted::default(), &batch(4), 1.0).unwrap();
     let evaluated = evaluate(&model, &mut weights, &[batch(4), batch(4)]).unwrap();
     assert_eq!(loss.to_bits(), evaluated.to_bits());
-}
-
-#[test]
-fn parameters_start_as_documented_and_apart_from_each_other() {
-    let model = Gpt::new(preset("tiny").unwrap()).unwrap();
-    for (index, param) in model.params().iter().enumerate() {
-        let values = model.init(1, index);
-        assert_eq!(values.len(), param.elements(), "{}", param.name);
-        assert_eq!(values, model.init(1, index));
-        if param.group == Group::Decay {
-            let deviation =
-                (values.iter().map(|x| (*x as f64).powi(2)).sum::<f64>() / values.len() as f64).sqrt();
-            let residual = param.name.ends_with("c_proj.weight");
-            let expected = if residual { 0.02 / (2.0 * model.config().layers as f64).sqrt() } else { 0.02 };
-            assert!((deviation / expected - 1.0).abs() < 0.05, "{}: {deviation}", param.name);
-            assert_ne!(values[0], model.init(2, index)[0]);
-            assert_ne!(values[0], model.init(1, (index + 2) % model.params().len())[0]);
-        }
-    }
-    assert!(model.params().iter().all(|param| (param.shape.len() == 1) <= (param.group == Group::NoDecay)));
-}
-
-#[test]
-fn stages_cover_the_parameters_and_presets_are_valid() {
-    for (name, config) in PRESETS {
-        let model = Gpt::new(*config).unwrap();
-        let covered: Vec<usize> = model.stages().iter().flat_map(|stage| stage.params.clone()).collect();
-        assert!(covered.into_iter().eq(0..model.params().len()), "{name}");
-    }
-    assert_eq!(preset("huge"), None);
-    let uneven = Config { heads: 4, ..CONFIG }.validate().unwrap_err();
-    assert_eq!(uneven, ConfigError::UnevenHeads { width: 18, heads: 4, nearest: 20 });
-    let empty = Config { layers: 0, ..CONFIG }.validate().unwrap_err();
-    assert!(empty.to_string().contains("layers is 0, outside 1 to"), "{empty}");
 }
