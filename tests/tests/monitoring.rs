@@ -1,4 +1,4 @@
-//! Checks the Prometheus and Grafana files against servers' metrics, with Prometheus itself.
+//! Checks the Prometheus and Grafana files against servers' metrics, with Prometheus' own promtool.
 
 use std::{
     collections::BTreeSet,
@@ -9,9 +9,7 @@ use std::{
 
 use longshore_tests::{
     command::{Output, run},
-    conformance::cluster::eventually,
     http::{self, FLAGS},
-    process::Process,
     server::ServerOptions,
     skip,
     train::Train,
@@ -23,9 +21,14 @@ fn deploy() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy")
 }
 
-/// Returns whether a program of Debian's package `prometheus` is installed. The package has both programs.
-fn is_installed(program: &str) -> bool {
-    Command::new(program).arg("--version").output().is_ok()
+/// Returns whether Debian's package `prometheus` is installed. Reports the test as skipped otherwise.
+#[track_caller]
+fn has_promtool() -> bool {
+    let has = Command::new("promtool").arg("--version").output().is_ok();
+    if !has {
+        skip::skipped("there is no promtool: install Debian's package prometheus");
+    }
+    has
 }
 
 fn promtool(arguments: &[&str]) -> Output {
@@ -64,8 +67,8 @@ fn alerts_and_dashboard_name_metrics_that_there_are() {
 
 #[test]
 fn alerts_fire_as_promtool_finds() {
-    if !is_installed("promtool") {
-        return skip::skipped("there is no promtool: install Debian's package prometheus");
+    if !has_promtool() {
+        return;
     }
     for arguments in [
         ["check", "rules", "alerts.yml"],
@@ -119,8 +122,8 @@ fn checked(expressions: &[String]) -> Output {
 
 #[test]
 fn every_expression_of_the_dashboard_parses() {
-    if !is_installed("promtool") {
-        return skip::skipped("there is no promtool: install Debian's package prometheus");
+    if !has_promtool() {
+        return;
     }
     let dashboard = fs::read_to_string(deploy().join("grafana/longshore.json")).unwrap();
     let dashboard: Value = serde_json::from_str(&dashboard).unwrap();
@@ -143,67 +146,4 @@ fn every_expression_of_the_dashboard_parses() {
     // promtool finds a missing bracket.
     found[3].pop();
     assert_ne!(checked(&found).code, 0);
-}
-
-#[test]
-fn prometheus_follows_a_run_in_which_workers_are_killed() {
-    if !is_installed("prometheus") {
-        return skip::skipped("there is no prometheus: install Debian's package prometheus");
-    }
-    let server = ServerOptions::new().args(FLAGS).start();
-    let prometheus = Prometheus::start(&http::address(&server));
-    let train = Train::new(10_000).servers(&[server.address().to_string()]);
-    let mut last = 0;
-    for kill in 0..3 {
-        let mut worker = if kill == 0 { train.start() } else { train.start_with(["--resume"]) };
-        worker.until_step(last + 3);
-        // Prometheus sees the run's version during training.
-        let seen = eventually("Prometheus to see the run", || {
-            prometheus.value("longshore_job_version").filter(|&version| version > last as f64)
-        });
-        last = worker.kill().last_step();
-        assert!(seen <= last as f64 + 1.0, "{seen} of {last}");
-    }
-    assert_eq!(prometheus.value("up"), Some(1.0));
-    // No scrape failed, and none was cut off.
-    assert_eq!(prometheus.value("min_over_time(up[1m])"), Some(1.0));
-}
-
-/// A Prometheus that reads one server's metrics.
-struct Prometheus {
-    address: String,
-    _process: Process,
-    _root: TempDir,
-}
-
-impl Prometheus {
-    fn start(target: &str) -> Prometheus {
-        let root = TempDir::new().unwrap();
-        let (config, address) = (root.path().join("prometheus.yml"), free_address());
-        let scrape = format!(
-            "global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}\nscrape_configs:\n- job_name: longshore\n  static_configs:\n  - targets: [\"{target}\"]\n"
-        );
-        fs::write(&config, scrape).unwrap();
-        let mut command = Command::new("prometheus");
-        command
-            .arg(format!("--config.file={}", config.display()))
-            .arg(format!("--storage.tsdb.path={}", root.path().join("data").display()))
-            .arg(format!("--web.listen-address={address}"));
-        let process = Process::start("prometheus", &mut command);
-        Prometheus { address, _process: process, _root: root }
-    }
-
-    /// Returns an expression's value now. None without a value, or before Prometheus answers.
-    fn value(&self, expression: &str) -> Option<f64> {
-        std::net::TcpStream::connect(&self.address).ok()?;
-        let (code, _, body) = http::get(&self.address, &format!("/api/v1/query?query={expression}"));
-        let body = body.find('{').map(|start| &body[start..=body.rfind('}').unwrap_or(start)])?;
-        let answer: Value = serde_json::from_str(body).ok()?;
-        assert!(code == 200 || code == 503, "{code} {body}");
-        answer["data"]["result"][0]["value"][1].as_str()?.parse().ok()
-    }
-}
-
-fn free_address() -> String {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }

@@ -7,11 +7,7 @@ use std::{
     process::Command,
 };
 
-use longshore_tests::{
-    binaries,
-    command::{longshore, run},
-    skip,
-};
+use longshore_tests::{binaries, command::run, skip};
 use tempfile::TempDir;
 
 /// dpkg-deb then takes seconds instead of a minute on a busy machine. The package's size is not tested.
@@ -93,53 +89,6 @@ fn a_debian_package_has_both_commands_and_a_service() {
     assert!(server.line().unwrap_or_default().starts_with("longshored listening on "), "{}", server.stderr());
     server.terminate();
     assert_eq!(server.code(), 0, "{}", server.stderr());
-}
-
-#[test]
-fn shells_read_their_completions() {
-    let folder = TempDir::new().unwrap();
-    for shell in ["bash", "zsh", "fish"] {
-        if lacks(&[shell], &format!("package {shell}")) {
-            continue;
-        }
-        for program in ["longshore", "longshored"] {
-            let script = longshore(["completions", shell, "--program", program]);
-            assert!(script.code == 0 && script.stdout.len() > 1000, "{script:?}");
-            let reads = |text: &str| {
-                let file = folder.path().join(program);
-                fs::write(&file, text).unwrap();
-                run(shell, Command::new(shell).arg("-n").arg(&file))
-            };
-            let read = reads(&script.stdout);
-            assert_eq!((read.code, read.stderr.as_str()), (0, ""), "{program}: {read:?}");
-            let cut = reads(&(script.stdout.clone() + "\nif true\n"));
-            assert!(cut.code != 0 || !cut.stderr.is_empty(), "{shell} takes anything: {cut:?}");
-        }
-    }
-}
-
-#[test]
-fn manual_pages_are_as_mandoc_wants_them() {
-    // mandoc has no --version.
-    if Command::new("mandoc").arg("/dev/null").output().is_err() {
-        return skip::skipped("there is no mandoc: install Debian's package mandoc");
-    }
-    let folder = TempDir::new().unwrap();
-    let made = longshore(["man", "--out", &folder.path().display().to_string()]);
-    assert_eq!(made.code, 0, "{made:?}");
-    let mut pages: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|page| page.unwrap().path()).collect();
-    pages.sort();
-    assert!(pages.len() > 20, "{pages:?}");
-    let lint = |level: &str| run("mandoc", Command::new("mandoc").args(["-Tlint", "-W", level]).args(&pages));
-    // Errors change the rendered page. Warnings concern style: clap_mangen gives pages no date, and breaks
-    // paragraphs twice.
-    let errors = lint("error");
-    assert_eq!((errors.code, errors.stdout.as_str()), (0, ""), "{errors:?}");
-    for page in &pages {
-        let shown = run("mandoc", Command::new("mandoc").args(["-Tutf8", "-W", "error"]).arg(page));
-        let text = shown.stdout.replace('\u{8}', "");
-        assert!(shown.code == 0 && text.contains("longshore") && text.len() > 300, "{page:?}: {shown:?}");
-    }
 }
 
 #[test]
