@@ -153,7 +153,8 @@ impl Job {
         let machine = self.protocol.machine();
         let owned = machine.owned_index(shard)?;
         machine.check_stats(step)?;
-        if !machine.is_complete(owned, step) || machine.owing(owned, step).is_some() {
+        let is_owed = machine.owing(owned, step).is_some() || machine.lagging(step).is_some();
+        if !machine.is_complete(owned, step) || is_owed {
             return Ok(None);
         }
         Ok(Some(self.gradients.statistics(owned, self.share.slot(step))))

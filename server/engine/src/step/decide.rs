@@ -51,6 +51,9 @@ impl Machine {
             let missing = self.missing_gradient().unwrap_or_else(|| format!("the sum of {}", shard.shard));
             return Err(Refusal::CommitIncomplete { step, missing });
         }
+        if let Some(shard) = self.lagging(step) {
+            return Err(Refusal::CommitIncomplete { step, missing: format!("the state of {shard}") });
+        }
         self.check_origin(step, origin)?;
         self.check_gradient(&commit)?;
         let change = commit.placement.clone();

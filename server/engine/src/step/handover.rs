@@ -295,6 +295,17 @@ impl Machine {
         held.map(|(owned, step)| Work::Update { owned, step })
     }
 
+    /// Returns a frozen shard whose state is on its way for so long that `step` has to wait. No gradient slot holds such a step
+    /// up, and the source frees the state some steps later.
+    pub fn lagging(&self, step: Step) -> Option<ShardId> {
+        let slots = self.spec.gradient_slots() as u64;
+        let lags = |shard: &&ShardProgress| {
+            let is_late = shard.is_frozen() && shard.span.start.saturating_add(slots) <= step.0;
+            is_late && shard.awaited && !shard.is_given_up()
+        };
+        self.shards.iter().find(lags).map(|shard| shard.shard)
+    }
+
     /// Returns true once a shard has the last version that this server makes of it, for the next owner.
     pub fn check_fetch(&self, owned: OwnedShard, version: Version) -> Result<bool, Refusal> {
         self.check_not_loading()?;
@@ -345,8 +356,7 @@ impl Machine {
 
     /// Returns the first update of a step from shard `owned` on. Holds back those before it whose state is on its way: the
     /// source may be lost, and ranks need the other shards to decide so. Holds all back where the step before is not done: a
-    /// server that owns other shards at step t + 1 can be ahead of step t. A frozen shard holds all back too: nothing else
-    /// makes steps wait for its state, and its source keeps that for a few steps.
+    /// server that owns other shards at step t + 1 can be ahead of step t.
     pub(super) fn next_update(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
         for owned in OwnedShards::all(self.shards.len()).skip(owned.index()) {
             let shard = &self.shards[owned.index()];
@@ -357,7 +367,7 @@ impl Machine {
             if shard.can_update(step) {
                 return Some(Work::Update { owned, step });
             }
-            let may_pass = (shard.awaited || shard.lent.is_some()) && !shard.is_frozen();
+            let may_pass = shard.awaited || shard.lent.is_some();
             if !self.held.contains(&(owned, step)) {
                 self.held.push((owned, step));
             }
