@@ -149,10 +149,11 @@ impl Cluster {
         });
     }
 
-    /// Notes that a server is connected and joined.
+    /// Notes that a server is connected and joined, unless it has left the job meanwhile.
     pub(crate) fn add_member(&self, server: ServerId) {
         self.members.change(|state| {
-            if let Err(at) = state.connected.binary_search(&server) {
+            let has_left = state.placement.servers.get(server.0 as usize).is_some_and(String::is_empty);
+            if !has_left && let Err(at) = state.connected.binary_search(&server) {
                 state.connected.insert(at, server);
             }
         });
