@@ -318,7 +318,7 @@ impl Jobs {
     /// Blocks while memory is touched.
     fn open_now(&self, wanted: StoredJob, is_new: bool, _: &Turn) -> Result<(bool, Arc<JobHandle>), Fault> {
         let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
-            if wanted.placement.epoch == Epoch(1) {
+            if !is_new {
                 self.check_not_moved(&wanted.spec.name)?;
             }
             let kept = self.kept(&wanted.spec.name)?;

@@ -63,7 +63,7 @@ impl Server {
         let wants = placement.owned(server);
         let is_open = match &*self.instance() {
             None if !lock(&self.disk).saved.is_empty() => return Err(self.absent()),
-            None if placement.epoch == Epoch(1) => {
+            None if !request.is_new => {
                 return Err(Fault::new(
                     FaultKind::Precondition,
                     "job",
