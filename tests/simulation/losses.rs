@@ -91,6 +91,23 @@ impl Cluster {
         self.steps.store(self.version().0 + 4 + self.sim.below(6), Relaxed);
     }
 
+    /// Returns true if nothing would be left of a shard: a decision since has dropped the other holder, which had another
+    /// gradient, or moves the shard to it. Only a checkpoint helps.
+    fn leaves_nothing(&self, wanted: &Wanted, living: &[(usize, Arc<Server>)]) -> bool {
+        let last = living.iter().find_map(|(_, server)| server.last_after(wanted.clone()));
+        let Some(shard) = last else { return false };
+        let is_changing = |of: &Server| {
+            of.placement().is_some_and(|(_, of)| {
+                of.replica(shard).is_none() || of.handovers.iter().any(|of| of.shard == shard)
+            })
+        };
+        match living.iter().any(|(_, server)| is_changing(server)) {
+            true => self.is_beyond.store(true, Relaxed),
+            false => self.oracle.fail(format!("{:?} are lost, with the last of {shard}", wanted.lost)),
+        }
+        true
+    }
+
     /// Waits until each shard has two holders again.
     pub(crate) async fn until_whole(self: &Arc<Self>) {
         let mut again = self.sim.now() + HEARD;
@@ -110,6 +127,10 @@ impl Cluster {
         let (lost, servers) = self.members().into_iter().partition(|member| lost.contains(member));
         let asked_micros = self.sim.now().as_micros() as u64;
         let wanted = Wanted { servers, asked_micros, lost, ..Wanted::default() };
+        // The decision may have come beside the word.
+        if self.leaves_nothing(&wanted, &self.living().collect::<Vec<_>>()) {
+            return;
+        }
         self.sim.note(OUTSIDE, || format!("the job shall stay on {:?}", wanted.servers));
         let servers = lock(&self.servers).clone();
         for server in servers.iter().filter(|server| !self.sim.is_silent(server.process)) {
@@ -233,18 +254,7 @@ impl Cluster {
         let late = Duration::from_secs(if sim.one_in(4) { 3600 } else { 0 });
         let asked_micros = (sim.now() - late).as_micros() as u64;
         let wanted = Wanted { servers, asked_micros, lost, ..Wanted::default() };
-        if let Some(shard) = living.iter().find_map(|(_, server)| server.last_after(wanted.clone())) {
-            // A decision since has dropped the other holder, which had another gradient, or moves the shard to it. Only a
-            // checkpoint helps.
-            let is_changing = |of: &Server| {
-                of.placement().is_some_and(|(_, of)| {
-                    of.replica(shard).is_none() || of.handovers.iter().any(|of| of.shard == shard)
-                })
-            };
-            match living.iter().any(|(_, server)| is_changing(server)) {
-                true => self.is_beyond.store(true, Relaxed),
-                false => self.oracle.fail(format!("{address} is lost, with the last of {shard}")),
-            }
+        if self.leaves_nothing(&wanted, &living) {
             return true;
         }
         // A server that lives is told too: ranks may listen to it alone.

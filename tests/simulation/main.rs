@@ -4,6 +4,7 @@
 
 mod grpc;
 mod host;
+mod idle;
 mod losses;
 mod network;
 mod oracle;
@@ -36,7 +37,7 @@ use crate::{
 const LONGEST: Duration = Duration::from_secs(900);
 
 /// Kinds of faults that `disturb` causes.
-const KINDS: u64 = 10;
+const KINDS: u64 = 12;
 
 /// A process of a rank, and how it ended.
 struct Process {
@@ -91,6 +92,10 @@ struct Cluster {
     /// The number of ranks that take part.
     world_size: AtomicUsize,
     is_resizing: AtomicBool,
+    /// An operator's command moves the job, and no rank starts.
+    is_idle: AtomicBool,
+    /// Processes of commands that changed the placement between two steps.
+    operators: Mutex<Vec<ProcessId>>,
     /// Servers that are lost, or taken for lost.
     lost: Mutex<BTreeSet<usize>>,
     /// The last state of a shard is lost, together with a rank.
@@ -139,6 +144,8 @@ impl Cluster {
             has_lost: AtomicBool::new(false),
             world_size,
             is_resizing: AtomicBool::new(false),
+            is_idle: AtomicBool::new(false),
+            operators: Mutex::default(),
             lost: Mutex::default(),
             is_beyond: AtomicBool::new(false),
             whole_at: Mutex::default(),
@@ -167,6 +174,11 @@ impl Cluster {
         if servers.len() > server { servers[server] = started } else { servers.push(started) }
     }
 
+    /// Time between two processes of a rank, by which their incarnations tell them apart: mostly half a round trip.
+    fn apart(&self) -> Duration {
+        Duration::from_millis(200) + 2 * self.plan.slow
+    }
+
     fn start_rank(self: &Arc<Self>, rank: usize) {
         let (count, last) = {
             let ranks = lock(&self.ranks);
@@ -174,7 +186,10 @@ impl Cluster {
         };
         // Incarnations tell processes apart that began half a round trip after each other, and links are slow.
         let began = self.sim.now();
-        if last.is_some_and(|last| began < last + Duration::from_millis(200)) {
+        if self.is_idle.load(Relaxed) {
+            return;
+        }
+        if last.is_some_and(|last| began < last + self.apart()) {
             return;
         }
         let id = self.sim.process(&format!("rank {rank}.{count}"), self.skew());
@@ -194,9 +209,11 @@ impl Cluster {
             }
             cluster.sim.note(id, || format!("ends: {ended:?}"));
             let was_fenced = ended.as_ref().is_err_and(is_fenced);
-            // A process that was stopped meanwhile may know only servers that have left.
-            let is_late =
-                cluster.newest(rank) != id && cluster.has_changed() || cluster.world_size() != world_size;
+            // A process that was stopped meanwhile, or joined while a job without steps moved, may know only servers that have
+            // left.
+            let reasons =
+                [cluster.newest(rank) != id, !lock(&cluster.operators).is_empty(), cluster.has_changed()];
+            let is_late = reasons.iter().filter(|of| **of).count() > 1 || cluster.world_size() != world_size;
             let may_end = cluster.sim.now() < *lock(&cluster.may_end);
             if let Err(error) = ended.as_ref().map_err(|error| error.to_string())
                 && !(was_fenced || is_late || may_end)
@@ -218,6 +235,7 @@ impl Cluster {
         let is_other = |process: &Process| process.world_size != self.world_size();
         let has_resized = lock(&self.ranks).iter().flatten().any(is_other);
         let may = rank == 0 && self.oracle.schedule.delay() > 0 || self.has_changed() || has_resized;
+        let may = may || !lock(&self.operators).is_empty();
         if !may && !self.has_lost.load(Relaxed) && self.newest(rank) == id {
             self.oracle.fail(format!("rank {rank} is outdated, and no server was killed: {error}"));
         }
@@ -254,8 +272,8 @@ impl Cluster {
         self.members() != self.oracle.placement.servers
     }
 
-    /// Asks for other servers, as `longshore scale` does.
-    fn scale(&self) {
+    /// Asks for other servers, as `longshore scale` does. Returns them.
+    fn scale(&self) -> Wanted {
         let sim = &self.sim;
         let all: Vec<&String> = self.living().map(|(server, _)| &self.addresses[server]).collect();
         let mut servers: Vec<String> = all.iter().filter(|_| sim.one_in(2)).copied().cloned().collect();
@@ -269,6 +287,11 @@ impl Cluster {
         for (_, server) in self.living() {
             server.want(&wanted);
         }
+        wanted
+    }
+
+    fn most_ranks(&self) -> usize {
+        lock(&self.ranks).len()
     }
 
     fn world_size(&self) -> usize {
@@ -282,7 +305,7 @@ impl Cluster {
             return;
         }
         let sim = &self.sim;
-        let most = lock(&self.ranks).len();
+        let most = self.most_ranks();
         let world_size = 1 + sim.below(most as u64) as usize;
         self.world_size.store(world_size, Relaxed);
         let processes: Vec<ProcessId> = (0..most).map(|rank| self.newest(rank)).collect();
@@ -296,7 +319,7 @@ impl Cluster {
             }
         }
         // Two processes of a rank begin apart.
-        sim.sleep(Duration::from_millis(250)).await;
+        sim.sleep(self.apart() + Duration::from_millis(50)).await;
         sim.note(OUTSIDE, || format!("{world_size} ranks start"));
         (0..world_size).for_each(|rank| self.start_rank(rank));
         self.is_resizing.store(false, Relaxed);
@@ -319,11 +342,17 @@ impl Cluster {
 
     /// Starts ranks that ended without being done, as a launcher does.
     fn launch_again(self: &Arc<Self>) {
+        if self.is_idle.load(Relaxed) {
+            return;
+        }
         for rank in 0..self.world_size() {
             let again = {
                 let ranks = lock(&self.ranks);
                 let Some(process) = ranks[rank].last() else { continue };
-                if process.was_fenced {
+                let before = ranks[rank].iter().rev().nth(1).map(|before| before.began);
+                // Their links may have been late at that time.
+                let is_close = before.is_some_and(|before| process.began < before + Duration::from_secs(2));
+                if process.was_fenced && !is_close {
                     self.oracle.fail(format!("the newest process of rank {rank} was fenced"));
                 }
                 self.sim.is_dead(process.id) || matches!(process.ended, Some(Err(_)))
@@ -348,7 +377,7 @@ impl Cluster {
         let short = Duration::from_millis(20) + sim.part_of(self.plan.longest);
         let may_move = self.addresses.len() > self.oracle.placement.servers.len();
         match self.plan.kinds[sim.below(self.plan.kinds.len() as u64) as usize] {
-            3 | 4 if may_move && (!self.has_drives() || sim.one_in(2)) => self.scale(),
+            3 | 4 if may_move && (!self.has_drives() || sim.one_in(2)) => drop(self.scale()),
             0 | 1 => {
                 sim.note(process, || "is killed".into());
                 sim.kill(process);
@@ -382,7 +411,8 @@ impl Cluster {
                 self.restart_server(server, short).await;
                 self.launch_again();
             }
-            9 => self.resize().await,
+            9 | 11 => self.resize().await,
+            10 => self.move_idle().await,
             8 => {
                 let Some(server) = self.torn(short * 2).await else { return };
                 let process = self.newest(0);
@@ -530,7 +560,7 @@ impl Cluster {
     fn end(&self) {
         let processes: Vec<ProcessId> =
             lock(&self.ranks).iter().flatten().map(|process| process.id).collect();
-        for process in processes {
+        for process in processes.into_iter().chain(lock(&self.operators).clone()) {
             self.sim.kill(process);
         }
         let servers: Vec<ProcessId> = lock(&self.servers).iter().map(|server| server.process).collect();

@@ -66,6 +66,10 @@ pub(crate) enum Plant {
     UnfetchedCounts,
     /// A server misses that a decision gives up another one.
     LossForgotten,
+    /// A shard is handed over without the image of the version before.
+    OlderUnsent,
+    /// A change of the placement between two steps is answered before the drive has it.
+    PlacementUnkept,
 }
 
 impl Plant {
@@ -78,7 +82,7 @@ impl Plant {
     }
 }
 
-pub(crate) const PLANTS: [Plant; 24] = [
+pub(crate) const PLANTS: [Plant; 26] = [
     Plant::AcknowledgedUnstored,
     Plant::OriginIgnored,
     Plant::DurableAtOnce,
@@ -103,6 +107,8 @@ pub(crate) const PLANTS: [Plant; 24] = [
     Plant::LentUnawaited,
     Plant::UnfetchedCounts,
     Plant::LossForgotten,
+    Plant::OlderUnsent,
+    Plant::PlacementUnkept,
 ];
 
 /// A decided version: its number, and who decided it.

@@ -489,6 +489,7 @@ impl Server {
                 wanted: instance.wanted.servers.clone(),
                 lost: instance.wanted.lost.clone(),
                 asked_micros: instance.wanted.asked_micros,
+                epoch: placement.epoch.0,
                 awaited_shards: instance.machine.awaited().len() as u32,
                 ..Default::default()
             };

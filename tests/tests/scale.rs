@@ -1,6 +1,9 @@
 //! A job's servers change while its ranks train, and the weights are those of an undisturbed run.
 
-use std::{thread::sleep, time::Duration};
+use std::{
+    thread::{self, sleep},
+    time::Duration,
+};
 
 use longshore_tests::{
     command::{Output, longshore},
@@ -114,6 +117,43 @@ fn a_server_is_cleared_of_all_jobs_that_may_leave_it() {
     let replaced = clear(&addresses[0], &[&["--add", &addresses[2]], &more[..]].concat());
     assert!(replaced.code == 0 && replaced.stdout.contains("two is on"), "{replaced:?}");
     running.into_iter().for_each(|running| drop(running.kill()));
+}
+
+/// A job whose ranks have ended moves too, and continues from the same bits on the new servers alone.
+#[test]
+fn a_job_without_ranks_moves() {
+    let cases = [("memory", &[][..]), ("nvme", &["--delay", "1"]), ("shm", &["--delay", "1"])];
+    thread::scope(|scope| {
+        for (tier, more) in cases {
+            scope.spawn(move || move_without_ranks(tier, more));
+        }
+    });
+}
+
+fn move_without_ranks(tier: &str, more: &[&str]) {
+    let homes = Homes::new();
+    let train = Train::new(40).args(["--layers", "3"]).args(more);
+    let expected = train.undisturbed().hash;
+    let train = train.args(["--tier", tier]);
+    let mut servers = server::servers(4, &homes.options());
+    let addresses = server::addresses(&servers);
+    let mut running = train.clone().servers(&addresses[..2]).start();
+    running.until_step(12);
+    drop(running.kill());
+    // The second server gives shards to the new ones.
+    let moved = scale(&servers[..2], &[&servers[1], &servers[2], &servers[3]], &[]);
+    assert_eq!(moved.code, 0, "{tier}: {moved:?}");
+    let moved = scale(&servers[1..2], &[&servers[2], &servers[3]], &["--wait"]);
+    assert_eq!(moved.code, 0, "{tier}: {moved:?}");
+    eventually("the end on the others", || status(&addresses[..2]).is_empty().then_some(()));
+    drop(servers.drain(..2));
+    if tier != "memory" {
+        servers.iter_mut().for_each(Longshored::kill_and_restart);
+        let asked = ["status", "--servers", &addresses[2..].join(",")];
+        eventually("the recovery of both", || (longshore(asked).code == 0).then_some(()));
+    }
+    let run = train.servers(&addresses[2..]).start().finish();
+    assert_eq!(run.end.state_hash, expected, "{tier}");
 }
 
 /// The newest wish counts, also in the middle of the moves of another one.

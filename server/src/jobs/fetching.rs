@@ -13,7 +13,10 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use longshore_engine::{job::IMAGE, step::Awaited};
+use longshore_engine::{
+    job::{IMAGE, OLDER_IMAGE},
+    step::Awaited,
+};
 use longshore_proto::{
     Fault, FaultKind,
     checksum::crc32,
@@ -60,6 +63,15 @@ pub(crate) struct Fetched {
     pub(crate) obstacle: String,
     /// Time at which the newest fulfilled wish was asked for.
     pub(crate) reached_micros: u64,
+}
+
+/// A shard that has arrived.
+struct Received {
+    bytes: u64,
+    /// The image of the version before came too.
+    has_older: bool,
+    /// When an update began to wait for it.
+    held_since: Option<Instant>,
 }
 
 impl Fetching {
@@ -166,15 +178,15 @@ impl JobHandle {
         };
         let mut client =
             TensorsClient::new(channel).max_decoding_message_size(CHUNK_BYTES + CHUNK_HEADROOM_BYTES);
-        let (whole, held_since) = tokio::select! {
+        let Received { bytes, has_older, held_since } = tokio::select! {
             received = self.receive(awaited, &mut client, request.clone()) => received?,
             () = self.until_given_up(awaited) => return Err(silent(awaited)),
         };
         let (job, of) = (Arc::clone(&self.job), awaited.clone());
-        let works = blocking(move || job.fetched(&of)).await?;
+        let works = blocking(move || job.fetched(&of, has_older)).await?;
         {
             let mut fetched = self.fetching.lock();
-            (fetched.shards, fetched.bytes) = (fetched.shards + 1, fetched.bytes + whole as u64);
+            (fetched.shards, fetched.bytes) = (fetched.shards + 1, fetched.bytes + bytes);
             fetched.failure = None;
             if !works.is_empty() {
                 fetched.held += held_since.map_or(Duration::ZERO, |since| since.elapsed());
@@ -188,38 +200,49 @@ impl JobHandle {
         Ok(())
     }
 
-    /// Writes an awaited shard where its updates will be. Returns its bytes, and when an update began to wait for it.
+    /// Writes an awaited shard where its updates will be.
     async fn receive(
         &self,
         awaited: &Awaited,
         client: &mut TensorsClient<Channel>,
         request: FetchRequest,
-    ) -> Result<(usize, Option<Instant>), Fault> {
+    ) -> Result<Received, Fault> {
         let fault = |status| fault_from_status(&status, &awaited.address);
         let mut parts = client.fetch(request).await.map_err(fault)?.into_inner();
-        let mut missing: usize = self.job.handed_bytes(awaited.shard)?.iter().sum();
-        let (whole, mut held_since) = (missing, None);
+        let whole = self.job.handed_bytes(awaited.shard)?;
+        let (mut missing, mut held_since) = (whole, None);
         let mut patience = Duration::from_millis(DEFAULT_DEADLINE_MS);
-        while missing > 0 {
+        loop {
             let next = timeout(patience, parts.message()).await.map_err(|_| silent(awaited))?;
-            let Some(part) = next.map_err(fault)? else { return Err(short(awaited, missing)) };
+            let Some(part) = next.map_err(fault)? else { break };
             patience = SILENCE;
             if crc32(&part.payload) != part.crc32 || part.payload.is_empty() {
                 let remedy = "it is fetched again; if it repeats, suspect the network or a host's memory";
                 let value = format!("{:08x} of {}", part.crc32, awaited.shard);
                 return Err(Fault::new(FaultKind::Corrupt, "fetch.crc32", value, "the payload's", remedy));
             }
-            if part.array == IMAGE {
+            if part.array >= IMAGE {
                 self.until_image(awaited).await?;
             }
             self.job.write_fetched(awaited, part.array, part.offset as usize, &part.payload)?;
-            missing = missing.saturating_sub(part.payload.len());
+            if let Some(missing) = missing.get_mut(part.array as usize) {
+                *missing = missing.saturating_sub(part.payload.len());
+            }
             if self.job.is_held() {
                 held_since.get_or_insert_with(Instant::now);
             }
         }
+        // A job that has just begun may have no older image.
+        let older = OLDER_IMAGE as usize;
+        let has_older = whole[older] > missing[older];
+        missing[older] *= usize::from(has_older);
+        let missing: usize = missing.iter().sum();
+        if missing > 0 {
+            return Err(short(awaited, missing));
+        }
         self.until_image(awaited).await?;
-        Ok((whole, held_since))
+        let bytes = whole[..older].iter().sum::<usize>() + usize::from(has_older) * whole[older];
+        Ok(Received { bytes: bytes as u64, has_older, held_since })
     }
 
     /// Tells the owner, whose updates wait for it, that a new replica has a shard's state. Repeats that until the owner

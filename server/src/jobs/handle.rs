@@ -198,8 +198,8 @@ impl JobHandle {
         self.closed.subscribe()
     }
 
-    /// Returns a channel that closes when the job's last user has dropped it.
-    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+    /// Returns a channel that tells of every change, and closes when the job's last user has dropped it.
+    pub(crate) fn changes(&self) -> watch::Receiver<u64> {
         self.changed.clone()
     }
 }

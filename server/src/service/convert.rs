@@ -57,6 +57,7 @@ pub(crate) fn scaling(handle: &JobHandle) -> Option<v1::Scaling> {
         lost: wanted.lost,
         unreplicated_shards: placement.unreplicated() as u32,
         asked_micros: wanted.asked_micros,
+        epoch: placement.epoch.0,
         awaited_shards: awaited as u32,
         fetched_shards: fetched.shards,
         fetched_bytes: fetched.bytes,

@@ -1,6 +1,5 @@
 //! State of shards that this server has handed over, for the servers that own them next.
 
-use longshore_engine::job::IMAGE;
 use longshore_proto::{Fault, ShardId, Version, checksum::crc32, limits::CHUNK_BYTES};
 use longshore_wire::{self as wire, v1};
 use tokio::time::Instant;
@@ -34,7 +33,7 @@ pub(super) fn stream(
         };
         let job = std::sync::Arc::clone(&handle.job);
         let lengths = match ready {
-            Ok(()) => blocking(move || job.handed_bytes(shard)).await,
+            Ok(()) => blocking(move || job.sent_bytes(shard, version)).await,
             Err(fault) => Err(fault),
         };
         let lengths = match lengths {
@@ -42,7 +41,7 @@ pub(super) fn stream(
             Err(fault) => return drop(sender.send(Err(failed(fault))).await),
         };
         let mut left: usize = lengths.iter().sum();
-        for (array, length) in (0..=IMAGE).zip(lengths) {
+        for (array, length) in (0..).zip(lengths) {
             for offset in (0..length).step_by(CHUNK_BYTES) {
                 let bytes = offset..length.min(offset + CHUNK_BYTES);
                 left -= bytes.len();

@@ -21,7 +21,10 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 use longshore_engine::{checkpoint::Store, io::Drives, job::Job, step::RankProgress};
 use longshore_proto::{Fault, FaultKind, limits::DEFAULT_DEADLINE_MS};
 use longshore_wire::direct::Bounds;
-use tokio::{sync, time::Instant};
+use tokio::{
+    sync,
+    time::{Instant, timeout_at},
+};
 use tonic::Status;
 
 pub(crate) use self::{convert::scaling as scaling_of, tensors::DataPlane};
@@ -96,20 +99,25 @@ fn default_deadline() -> Instant {
     Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
 }
 
-/// Pauses or resumes a job. Its tier stores the change with the current version, once that version is
-/// durable.
+/// Changes a job between two steps: a pause, a resume, another placement. Its tier stores the change with the current
+/// version, once that version is durable.
 async fn stand(
     handle: &Arc<JobHandle>,
     change: impl Fn(&Job) -> Result<bool, Fault> + Send + Sync + 'static,
 ) -> Result<(), Fault> {
     let (deadline, change) = (default_deadline(), Arc::new(change));
+    let mut changes = handle.changes();
     loop {
+        changes.borrow_and_update();
         let (job, change) = (Arc::clone(&handle.job), Arc::clone(&change));
         // The change may flush drives.
         if blocking(move || change(&job)).await? {
             return Ok(());
         }
-        handle.until_durable(handle.job.progress().version, deadline).await?;
+        if timeout_at(deadline, changes.changed()).await.is_err() {
+            handle.until_durable(handle.job.progress().version, deadline).await?;
+            return Err(handle.late("job.version", "in the middle of an update or a transfer"));
+        }
     }
 }
 

@@ -114,7 +114,11 @@ impl Training for Services {
     async fn begin(&self, request: Request<v1::BeginRequest>) -> Result<Response<v1::BeginResponse>, Status> {
         let request = permitted(request)?;
         let job = request.job.clone();
-        self.begin_job(request).await.map_err(|fault| refuse("Begin", &job, fault))?;
+        let begun = match request.takes_part {
+            true => self.place_job(request).await,
+            false => self.begin_job(request).await,
+        };
+        begun.map_err(|fault| refuse("Begin", &job, fault))?;
         Ok(Response::new(v1::BeginResponse {}))
     }
 
@@ -326,6 +330,21 @@ impl Services {
         blocking(move || job.begin(incarnation, placement, record, &ranks)).await?;
         handle.decided(Version(progress.version));
         tracing::info!(job = request.job, version = progress.version, "takes part from here on");
+        Ok(())
+    }
+
+    async fn place_job(&self, request: v1::BeginRequest) -> Result<(), Fault> {
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+        let placement = Placement::from_wire(request.placement)?;
+        let handle = self.jobs.get(&request.job)?;
+        let version = Version(request.progress.ok_or_else(|| wire::missing("progress"))?.version);
+        let (epoch, members) = (placement.epoch, placement.members().collect::<Vec<_>>());
+        stand(&handle, move |job| job.place(incarnation, version, placement.clone())).await?;
+        handle.fetch_awaited(self.tls_dir.as_deref());
+        if !members.contains(&handle.job.server()) {
+            tokio::spawn(retire_late(Arc::clone(&self.jobs), Arc::downgrade(&handle)));
+        }
+        tracing::info!(job = request.job, %version, epoch = epoch.0, "the servers change between two steps");
         Ok(())
     }
 

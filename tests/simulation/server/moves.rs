@@ -74,7 +74,7 @@ impl Server {
             }
             None => false,
             Some(of) => {
-                let is_spare = of.machine.placement().epoch > Epoch(1) && of.machine.is_without_shards();
+                let is_spare = lock(&self.disk).opened.epoch > Epoch(1) && of.machine.is_without_shards();
                 let is_other = {
                     let disk = lock(&self.disk);
                     disk.server != server || disk.opened.owned(server) != wants
@@ -111,7 +111,49 @@ impl Server {
         self.sim.spawn(self.process, async move { computes.compute(life, Version(0)).await });
     }
 
-    pub(super) async fn begin(&self, request: v1::BeginRequest) -> Result<v1::BeginResponse, Fault> {
+    /// Takes another placement of the current version, and keeps it on the drive with all that was fetched.
+    async fn place(self: &Arc<Self>, request: v1::BeginRequest) -> Result<v1::BeginResponse, Fault> {
+        let incarnation = wire::incarnation_from_wire(request.incarnation)?;
+        let placement = Placement::from_wire(request.placement)?;
+        let version = Version(request.progress.map_or(0, |progress| progress.version));
+        let epoch = placement.epoch;
+        if self.is_durable_later() {
+            self.sim.write(Duration::from_millis(10)).await;
+        }
+        let check = |instance: &mut Instance| {
+            let is_late = self.is_durable_later() && instance.durable < instance.machine.version();
+            if *instance.machine.placement() == placement {
+                return Ok(Some(instance.machine.check_rank_zero(incarnation)?));
+            }
+            if is_late || !instance.machine.place(incarnation, version, placement.clone())? {
+                return Ok(None);
+            }
+            instance.held.retain(|&(_, step, ..), _| step.version() <= version);
+            instance.sums.retain(|&(_, step), _| step.version() <= version);
+            let saved = Saved { record: instance.machine.record(), state: instance.state.clone() };
+            let mut disk = lock(&self.disk);
+            disk.joined = joined(&instance.machine, self.spec().world_size);
+            if !self.oracle.has(Plant::PlacementUnkept) {
+                disk.saved.pop();
+                disk.saved.push(saved);
+            }
+            self.fetch_awaited(instance);
+            Ok(Some(()))
+        };
+        self.until(PATIENCE, check).await?;
+        self.acts(Rank(0), incarnation);
+        self.note(|| format!("takes the placement of {epoch} at {version}"));
+        self.moved();
+        Ok(v1::BeginResponse {})
+    }
+
+    pub(super) async fn begin(
+        self: &Arc<Self>,
+        request: v1::BeginRequest,
+    ) -> Result<v1::BeginResponse, Fault> {
+        if request.takes_part {
+            return self.place(request).await;
+        }
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let placement = Placement::from_wire(request.placement)?;
         let progress = request.progress.ok_or_else(|| wire::missing("progress"))?;
@@ -175,20 +217,24 @@ impl Server {
             self.arrived(shard, version)?;
             return Ok(());
         }
+        let older = version.0.checked_sub(1).map(Version);
         let check = |instance: &mut Instance| {
             let owned = instance.machine.owned_index(shard)?;
             let state = &instance.state[owned.index()];
+            let before = older.and_then(|older| state.get(&older).copied());
             if self.oracle.has(Plant::FetchTooEarly) || self.oracle.has(Plant::LentUnawaited) {
-                return Ok(state.values().next_back().copied());
+                return Ok(state.values().next_back().map(|&state| (state, before)));
             }
             if !instance.machine.check_fetch(owned, version)? {
                 return Ok(None);
             }
             let lost =
                 || Fault::new(FaultKind::NotFound, "version", version, "kept for its next owner", "restore");
-            state.get(&version).copied().map(Some).ok_or_else(lost)
+            state.get(&version).map(|&state| Some((state, before))).ok_or_else(lost)
         };
-        let payload = self.until(PATIENCE, check).await?.to_le_bytes().to_vec();
+        let (state, before) = self.until(PATIENCE, check).await?;
+        let before = before.filter(|_| !self.oracle.has(Plant::OlderUnsent)).map(u64::to_le_bytes);
+        let payload: Vec<u8> = state.to_le_bytes().into_iter().chain(before.into_iter().flatten()).collect();
         let crc32 = crc32(&payload);
         tell(outgoing, &v1::FetchResponse { array: 0, offset: 0, crc32, payload: payload.into() }).await
     }
@@ -232,14 +278,15 @@ impl Server {
     }
 
     /// Takes the state of an awaited shard. Returns false if the job was opened again since.
-    fn has_fetched(&self, life: u64, awaited: &Awaited, state: u64) -> bool {
+    fn has_fetched(&self, life: u64, awaited: &Awaited, (state, before): (u64, Option<u64>)) -> bool {
         let mut instance = self.instance();
         let Some(instance) = self.living(&mut instance, life) else { return false };
         let Ok(owned) = instance.machine.owned_index(awaited.shard) else { return false };
         if !instance.machine.awaits(owned, awaited.version) {
             return true;
         }
-        instance.state[owned.index()] = BTreeMap::from([(awaited.version, state)]);
+        let older = before.map(|before| (Version(awaited.version.0 - 1), before));
+        instance.state[owned.index()] = older.into_iter().chain([(awaited.version, state)]).collect();
         let works = instance.machine.fetched(owned, awaited.version);
         instance.works.extend(works);
         let Awaited { shard, version, source, .. } = awaited;
@@ -248,13 +295,17 @@ impl Server {
         true
     }
 
-    async fn fetch(&self, awaited: &Awaited) -> Result<u64, Fault> {
+    /// Returns the state, and that of the version before.
+    async fn fetch(&self, awaited: &Awaited) -> Result<(u64, Option<u64>), Fault> {
         let fetch = self.ask(awaited, false);
         let silent = || Fault::new(FaultKind::Deadline, "fetch", awaited.shard, "sent in time", "ask again");
         tokio::pin!(fetch);
         tokio::select! {
             biased;
-            part = &mut fetch => part?.map(|part| number(&part.payload)).ok_or_else(silent),
+            part = &mut fetch => {
+                let part = part?.ok_or_else(silent)?.payload;
+                Ok((number(&part[..8]), (part.len() > 8).then(|| number(&part[8..]))))
+            }
             () = self.sim.sleep(SILENCE) => Err(silent()),
         }
     }

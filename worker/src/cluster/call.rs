@@ -118,6 +118,9 @@ impl Cluster {
             FaultKind::Conflict if [READS, ORIGIN].contains(&&*fault.field) => {
                 Outdated { server, job, fault }.into()
             }
+            FaultKind::Conflict if fault.field == "placement.epoch" && call == "Join" => {
+                Outdated { server, job, fault }.into()
+            }
             FaultKind::NotFound if fault.field == "version" && call == "Pull" => {
                 Outdated { server, job, fault }.into()
             }

@@ -16,7 +16,7 @@ use tonic::{Code, Status};
 
 use super::{Backoff, Cluster, Peer, call::recovers, peer::whole};
 use crate::{
-    error::{Outdated, Result, StateLost},
+    error::{Outdated, Result},
     host::{self, Instant},
 };
 
@@ -229,6 +229,16 @@ impl Cluster {
         }
     }
 
+    /// The placement as a server has it.
+    pub(crate) async fn placement_on(&self, server: ServerId) -> Result<Placement> {
+        let request = DescribeRequest { job: self.job().to_string(), ..Default::default() };
+        let answer = self.call(server, "Describe", None, self.options.deadline, |peer| {
+            let request = request.clone();
+            async move { whole(peer.admin(), request).await }
+        });
+        Ok(Placement::from_wire(answer.await?.placement)?)
+    }
+
     /// The ends of waits that begin now: for a silent server, and for one that recovers the job.
     fn patience(&self) -> (Instant, Instant) {
         let now = Instant::now();
@@ -250,19 +260,19 @@ impl Cluster {
         Ok(!new.is_empty())
     }
 
-    /// Returns `Outdated` if another server than that of a lost state says that the job's servers have changed since
-    /// this rank connected.
-    pub(crate) async fn check_not_left(&self, lost: &StateLost) -> Result<()> {
+    /// Returns `Outdated` if the job's servers have changed since this rank connected, as any of them says. `server` has
+    /// refused a call.
+    pub(crate) async fn check_not_moved(&self, server: &str) -> Result<()> {
         let ours = self.placement().epoch;
-        for server in self.servers() {
-            let placement = changed_placement(&self.peers[server], self.job().as_str()).await;
+        for asked in self.servers() {
+            let placement = changed_placement(&self.peers[asked], self.job().as_str()).await;
             let Some(theirs) = placement.map(|placement| placement.epoch).filter(|&theirs| theirs > ours)
             else {
                 continue;
             };
             let remedy = "connect again: the other servers say where the job is now";
             let fault = Fault::new(FaultKind::Conflict, "placement.epoch", ours, theirs, remedy);
-            return Err(Outdated { server: lost.server.clone(), job: lost.job.clone(), fault }.into());
+            return Err(Outdated { server: server.into(), job: self.job().clone(), fault }.into());
         }
         Ok(())
     }
@@ -306,9 +316,9 @@ pub(super) async fn discover(
         if is_known || answers.iter().all(Result::is_ok) {
             let answers: Vec<_> = answers.into_iter().map(|answer| answer.ok().flatten()).collect();
             let has_lost = answers.iter().flatten().any(|seen| seen.has_lost);
-            let farthest = (0..peers.len())
-                .filter(|&at| answers[at].is_some())
-                .max_by_key(|&at| answers[at].as_ref().map(|seen| (seen.version, seen.changed)))?;
+            let farthest = (0..peers.len()).filter(|&at| answers[at].is_some()).max_by_key(|&at| {
+                answers[at].as_ref().map(|seen| (seen.version, seen.epoch, seen.changed))
+            })?;
             answers[farthest].as_ref().filter(|seen| seen.changed)?;
             // A lost answer does not say that the servers are the first ones.
             if let Some(placement) = placement_of(&peers[farthest], job).await {
@@ -328,7 +338,8 @@ pub(super) async fn discover(
 struct Seen {
     version: Version,
     server: ServerId,
-    /// The job's servers may have changed.
+    /// The placement's epoch, where the job's servers may have changed.
+    epoch: Epoch,
     changed: bool,
     /// An operator has given servers up.
     has_lost: bool,
@@ -343,8 +354,9 @@ async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Fault
             let answer = answer.into_inner();
             let version = Version(answer.progress.map_or(0, |progress| progress.version));
             let (server, changed) = (ServerId(answer.server), answer.scaling.is_some());
-            let has_lost = answer.scaling.is_some_and(|scaling| !scaling.lost.is_empty());
-            Ok(Some(Seen { version, server, changed, has_lost }))
+            let scaling = answer.scaling.unwrap_or_default();
+            let (epoch, has_lost) = (Epoch(scaling.epoch), !scaling.lost.is_empty());
+            Ok(Some(Seen { version, server, epoch, changed, has_lost }))
         }
         Err(status) if matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded) => {
             Err(fault_from_status(&status, &peer.address))

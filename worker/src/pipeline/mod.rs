@@ -3,6 +3,7 @@
 
 mod driver;
 mod feeds;
+mod idle;
 mod moves;
 mod options;
 mod outcome;
@@ -31,6 +32,7 @@ use self::{
     watch::Watcher,
 };
 pub use self::{
+    idle::move_idle,
     options::{Accumulate, DelayCorrection, HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
     plan::{Moved, plan_moves},

@@ -15,8 +15,8 @@ use std::{
 
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
-    Epoch, Fault, FaultKind, JobSpec, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step,
-    Version,
+    Epoch, Fault, FaultKind, Incarnation, JobSpec, NO_SERVER, Placement, PlacementChange, ServerId, ShardId,
+    Step, Version,
     limits::{DEFAULT_MAX_EXPOSED, PROTOCOL},
 };
 use longshore_wire::{
@@ -69,10 +69,10 @@ pub(super) struct Moves {
 }
 
 /// Moves that lead to the wanted servers.
-struct Plan {
+pub(super) struct Plan {
     asked: u64,
     wanted: Vec<String>,
-    added: Vec<Added>,
+    pub(super) added: Vec<Added>,
     /// New owners of shards, and then new replicas.
     moves: VecDeque<(ShardId, ServerId)>,
     replicas: VecDeque<(ShardId, ServerId)>,
@@ -125,12 +125,23 @@ impl Plan {
         let moves = take(&mut self.moves, &|of| !first.contains(&of.0) && may_move(of));
         PlacementChange { moves, replicas, ..PlacementChange::default() }
     }
+
+    /// Takes all moves that may be made at a version.
+    pub(super) fn all(&mut self, placement: &Placement, version: Step) -> PlacementChange {
+        self.pace.shards = usize::MAX;
+        let to = self.moves.iter().chain(&self.replicas).map(|(_, to)| *to);
+        self.next(placement, &to.collect(), version)
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.moves.is_empty() && self.replicas.is_empty()
+    }
 }
 
 /// A server that is opened for the job and takes no part yet.
-struct Added {
-    server: ServerId,
-    peer: Peer,
+pub(super) struct Added {
+    pub(super) server: ServerId,
+    pub(super) peer: Peer,
 }
 
 /// How many shards a decision moves to each server. The number doubles until updates have waited for a considerable part
@@ -366,18 +377,11 @@ impl Moves {
         if !placement.is_settled(before) {
             return Ok(None);
         }
-        let unwanted = |server: &ServerId| !plan.wanted.contains(&placement.servers[server.0 as usize]);
-        let removed: Vec<ServerId> = placement.members().filter(unwanted).collect();
-        let next = placement.members().find(|server| !removed.contains(server));
-        let clock_ahead_ms = match (placement.members().next(), next) {
-            (Some(first), Some(next)) if first != next => clock_ahead(&self.cluster, first, next).await?,
-            _ => 0,
-        };
+        let change = leaving(&self.cluster, &plan.wanted).await?;
         self.reached = plan.asked;
         let (job, servers) = (self.cluster.job(), &plan.wanted);
         tracing::info!(%job, ?servers, "the job is on the servers that were asked for");
         (self.plan, self.looking) = (None, None);
-        let change = PlacementChange { removed, clock_ahead_ms, ..PlacementChange::default() };
         Ok(Some(change).filter(|change| !change.removed.is_empty()))
     }
 
@@ -385,18 +389,36 @@ impl Moves {
     fn retire(&mut self, step: Step) {
         while self.retiring.front().is_some_and(|(removed, _)| removed.0 + KNOWN_AFTER <= step.0) {
             let Some((_, server)) = self.retiring.pop_front() else { return };
-            let (cluster, incarnation) = (Arc::clone(&self.cluster), self.rank.incarnation().0);
-            self.cluster.runtime.spawn_for_session(async move {
-                let request = RetireRequest { job: cluster.job().to_string(), incarnation };
-                let retired = cluster.call(server, "Retire", None, cluster.options.deadline, |peer| {
-                    let request = request.clone();
-                    async move { peer.training().retire(request).await }
-                });
-                if let Err(error) = retired.await {
-                    tracing::info!(server = cluster.address(server), %error, "gives the job up by itself, in ten minutes");
-                }
-            });
+            let (cluster, incarnation) = (Arc::clone(&self.cluster), self.rank.incarnation());
+            self.cluster
+                .runtime
+                .spawn_for_session(async move { retire(&cluster, server, incarnation).await });
         }
+    }
+}
+
+/// The change by which the job leaves all servers but the wanted ones. They own nothing.
+pub(super) async fn leaving(cluster: &Cluster, wanted: &[String]) -> Result<PlacementChange> {
+    let placement = cluster.placement();
+    let unwanted = |server: &ServerId| !wanted.contains(&placement.servers[server.0 as usize]);
+    let removed: Vec<ServerId> = placement.members().filter(unwanted).collect();
+    let next = placement.members().find(|server| !removed.contains(server));
+    let clock_ahead_ms = match (placement.members().next(), next) {
+        (Some(first), Some(next)) if first != next => clock_ahead(cluster, first, next).await?,
+        _ => 0,
+    };
+    Ok(PlacementChange { removed, clock_ahead_ms, ..PlacementChange::default() })
+}
+
+/// Ends the job on a server that has left it.
+pub(super) async fn retire(cluster: &Cluster, server: ServerId, incarnation: Incarnation) {
+    let request = RetireRequest { job: cluster.job().to_string(), incarnation: incarnation.0 };
+    let retired = cluster.call(server, "Retire", None, cluster.options.deadline, |peer| {
+        let request = request.clone();
+        async move { peer.training().retire(request).await }
+    });
+    if let Err(error) = retired.await {
+        tracing::info!(server = cluster.address(server), %error, "gives the job up by itself, in ten minutes");
     }
 }
 
@@ -405,7 +427,7 @@ fn is_ready(answer: &DescribeResponse) -> bool {
     answer.ranks.iter().all(|rank| rank.left || !rank.transport.is_empty())
 }
 
-fn awaits_nothing(answer: &DescribeResponse) -> bool {
+pub(super) fn awaits_nothing(answer: &DescribeResponse) -> bool {
     answer.scaling.as_ref().is_none_or(|scaling| scaling.awaited_shards == 0)
 }
 
@@ -429,7 +451,7 @@ fn look(cluster: &Arc<Cluster>) -> Task<Vec<(ServerId, DescribeResponse)>> {
 }
 
 /// Opens the job on servers that it is not on yet, and plans the moves.
-async fn prepare(
+pub(super) async fn prepare(
     cluster: Arc<Cluster>,
     placement: Arc<Placement>,
     wanted: Vec<String>,
@@ -513,7 +535,7 @@ async fn give_up(cluster: &Cluster, Added { peer, .. }: &Added, incarnation: u64
 }
 
 /// Begins new servers at a version that all servers of the job have. Returns their addresses.
-async fn begin_all(
+pub(super) async fn begin_all(
     cluster: &Cluster,
     rank: &RankState,
     added: &[Added],
@@ -534,7 +556,14 @@ async fn begin_all(
     let begin = |added: &Added| {
         let join = JoinRequest { job: job.clone(), rank: 0, incarnation, ..Default::default() };
         let (placement, progress) = (placement.clone(), Some(progress.clone()));
-        let begin = BeginRequest { job: job.clone(), incarnation, placement, progress, ranks: ranks.clone() };
+        let begin = BeginRequest {
+            job: job.clone(),
+            incarnation,
+            placement,
+            progress,
+            ranks: ranks.clone(),
+            takes_part: false,
+        };
         let peer = added.peer.clone();
         async move {
             let time = cluster.options.deadline;

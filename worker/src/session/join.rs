@@ -1,13 +1,13 @@
 //! Takes a rank: a new incarnation on all servers, and one common version before the first step. A new rank 0 brings
 //! all servers to that version before it joins.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use futures_util::future::join_all;
-use longshore_proto::{Commit, FaultKind, Incarnation, LeftOut, Origin, Rank, ServerId, Version};
+use longshore_proto::{Commit, FaultKind, Incarnation, LeftOut, Origin, Placement, Rank, ServerId, Version};
 use longshore_wire::{
     Wire, left_outs_from_wire,
-    v1::{JobProgress, LeaveRequest, Phase},
+    v1::{BeginRequest, DescribeResponse, JobProgress, LeaveRequest, Phase},
 };
 
 use super::{
@@ -244,29 +244,90 @@ pub(super) async fn leave(cluster: &Cluster, rank: &RankState) -> Result<()> {
 /// Fences earlier processes of rank 0 on all servers, so that the versions read afterwards do not change. Then
 /// completes the newest decision on servers that lack it, or takes it back if that is impossible. An earlier process
 /// may have added servers since this one connected, and goes on there until it is fenced too.
-pub(super) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
+pub(crate) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
+    let mut fenced = BTreeSet::new();
     let progress = loop {
         let progress = cluster.on_all(|server| fence(cluster, server, incarnation)).await?;
+        fenced.extend(progress.ids());
         if !cluster.meet_members().await? {
             break progress;
         }
     };
-    let ended = complete_commit(cluster, &progress, incarnation).await;
-    if !cluster.spec().properties().durable_later {
-        return ended;
+    let mut ended = complete_commit(cluster, &progress, incarnation).await;
+    if cluster.spec().properties().durable_later {
+        ended = match ended {
+            // A server has lost the gradients with the decision, and the process that could send them again is gone.
+            Err(Error::Call(failed))
+                if matches!(failed.fault.kind, FaultKind::Precondition | FaultKind::Conflict) =>
+            {
+                withdraw(cluster, incarnation).await
+            }
+            // The server has other contributions by now. Completing the step with those would mix two gradients: one
+            // on some servers, another on the rest.
+            Err(Error::Outdated(_)) => withdraw(cluster, incarnation).await,
+            other => other,
+        };
     }
-    match ended {
-        // A server has lost the gradients with the decision, and the process that could send them again is gone.
-        Err(Error::Call(failed))
-            if matches!(failed.fault.kind, FaultKind::Precondition | FaultKind::Conflict) =>
-        {
-            withdraw(cluster, incarnation).await
-        }
-        // The server has other contributions by now. Completing the step with those would mix two gradients: one
-        // on some servers, another on the rest.
-        Err(Error::Outdated(_)) => withdraw(cluster, incarnation).await,
-        other => other,
+    ended?;
+    complete_placement(cluster, fenced, incarnation).await
+}
+
+/// An operator's command that moves a job without steps may have died between two servers. The newest placement then
+/// goes to the other servers of the version, also to those that it removes: ranks would wait there for rank 0.
+async fn complete_placement(
+    cluster: &Cluster,
+    fenced: BTreeSet<ServerId>,
+    incarnation: Incarnation,
+) -> Result<()> {
+    let mut answers: Vec<_> =
+        cluster.describe_all(false, cluster.options.deadline).await?.into_iter().collect();
+    for server in fenced.into_iter().filter(|&server| cluster.servers().all(|member| member != server)) {
+        answers.extend(cluster.glance(server).await.ok().map(|answer| (server, answer)));
     }
+    let of = |answer: &DescribeResponse| {
+        let version = answer.progress.as_ref().map_or(0, |progress| progress.version);
+        (version, answer.scaling.as_ref().map_or(1, |scaling| scaling.epoch))
+    };
+    let newest = answers.iter().max_by_key(|(_, answer)| of(answer));
+    let Some((newest, (version, epoch))) = newest.map(|(server, answer)| (*server, of(answer))) else {
+        return Ok(());
+    };
+    let is_behind = |answer: &DescribeResponse| of(answer).0 == version && of(answer).1 < epoch;
+    let behind: Vec<ServerId> =
+        answers.iter().filter(|(_, answer)| is_behind(answer)).map(|(server, _)| *server).collect();
+    if behind.is_empty() {
+        return Ok(());
+    }
+    let placement = cluster.placement_on(newest).await?;
+    for server in behind {
+        tracing::info!(server = cluster.address(server), version, epoch, "completing a change of servers");
+        place_on(cluster, server, incarnation, (Version(version), &placement)).await?;
+    }
+    cluster.set_placement(placement);
+    Ok(())
+}
+
+/// Gives a server that takes part in the job another placement of its version.
+pub(crate) async fn place_on(
+    cluster: &Cluster,
+    server: ServerId,
+    incarnation: Incarnation,
+    (version, placement): (Version, &Placement),
+) -> Result<()> {
+    let request = BeginRequest {
+        job: cluster.job().to_string(),
+        incarnation: incarnation.0,
+        placement: Some(placement.to_wire()),
+        progress: Some(JobProgress { version: version.0, ..JobProgress::default() }),
+        ranks: Vec::new(),
+        takes_part: true,
+    };
+    // Slow: a server writes the shards that it has fetched.
+    let begun = cluster.call(server, "Begin", None, cluster.options.slow_deadline, |peer| {
+        let request = request.clone();
+        async move { peer.training().begin(request).await }
+    });
+    begun.await.map(|_| ())
 }
 
 /// Rank 0 may have died between its commits. The newest decision then goes to the servers one version behind,

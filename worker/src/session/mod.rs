@@ -39,7 +39,7 @@ pub use self::{
     version::{TRIES, asked_version, has_passed, is_busy},
 };
 pub(crate) use self::{
-    join::{admit, admit_added},
+    join::{admit, admit_added, place_on, take_over},
     resume::spread_on,
 };
 pub use crate::cluster::{Address, Interrupt, Options, Process, Transport, untrusted, whole, with_sources};

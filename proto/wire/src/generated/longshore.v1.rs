@@ -1369,7 +1369,7 @@ pub struct BeginRequest {
     /// rank 0's
     #[prost(uint64, tag = "2")]
     pub incarnation: u64,
-    /// the job's, before this server is a part of it
+    /// the job's, before this server is a part of it, or from now on
     #[prost(message, optional, tag = "3")]
     pub placement: ::core::option::Option<Placement>,
     /// the job's: version, applied, last_commit and left_out
@@ -1377,6 +1377,9 @@ pub struct BeginRequest {
     pub progress: ::core::option::Option<JobProgress>,
     #[prost(message, repeated, tag = "5")]
     pub ranks: ::prost::alloc::vec::Vec<RankMember>,
+    /// the server takes part already, and keeps what it has: of `progress` only the version counts
+    #[prost(bool, tag = "6")]
+    pub takes_part: bool,
 }
 /// A rank's process that takes part in the job.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1955,6 +1958,8 @@ pub mod training_client {
         }
         /// A server that was opened for a running job takes part in it from this version on, and owns nothing yet. Rank 0 calls it between
         /// two decisions; the next one names the server (PlacementChange.added). A repeated call starts a server that owns nothing anew.
+        /// A server that takes part already takes another placement of its version (CONFLICT of placement.epoch unless that is newer), as
+        /// where an operator moves a job without ranks: undecided steps begin anew, and ranks join with another incarnation.
         pub async fn begin(
             &mut self,
             request: impl tonic::IntoRequest<super::BeginRequest>,
@@ -2095,6 +2100,8 @@ pub mod training_server {
         ) -> std::result::Result<tonic::Response<super::PauseResponse>, tonic::Status>;
         /// A server that was opened for a running job takes part in it from this version on, and owns nothing yet. Rank 0 calls it between
         /// two decisions; the next one names the server (PlacementChange.added). A repeated call starts a server that owns nothing anew.
+        /// A server that takes part already takes another placement of its version (CONFLICT of placement.epoch unless that is newer), as
+        /// where an operator moves a job without ranks: undecided steps begin anew, and ranks join with another incarnation.
         async fn begin(
             &self,
             request: tonic::Request<super::BeginRequest>,
@@ -3165,6 +3172,9 @@ pub struct Scaling {
     /// shards of a job with replicas that have none now
     #[prost(uint32, tag = "10")]
     pub unreplicated_shards: u32,
+    /// of the placement
+    #[prost(uint64, tag = "20")]
+    pub epoch: u64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StepBackRequest {

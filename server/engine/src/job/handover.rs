@@ -14,11 +14,16 @@ use crate::{
     lock,
     record::{Joined, Record},
     step::{Awaited, Work},
-    tier::{Storage, without_place_in_tmpfs},
+    tier::{ImageAge, Storage, without_place_in_tmpfs},
 };
 
-/// Number of the image among the arrays that a handover transfers, after those of the state.
+/// Numbers of the images among the arrays that a handover transfers, after those of the state: that of the version, and
+/// that of the version before, which ranks of a delayed job may still read.
 pub const IMAGE: u32 = 3;
+pub const OLDER_IMAGE: u32 = 4;
+
+/// Bytes of each array that a handover transfers.
+pub type HandedBytes = [usize; OLDER_IMAGE as usize + 1];
 
 impl Job {
     /// Takes part in a running job from the version of `record` on, without any shard.
@@ -49,6 +54,45 @@ impl Job {
         self.finish_load();
         self.protocol.notify();
         Ok(())
+    }
+
+    /// Takes another placement of the current version. Undecided steps begin anew. Returns false while it cannot yet: call
+    /// again after a change.
+    ///
+    /// # Errors
+    /// `Fenced` for another process than rank 0's; `Conflict` where the version is another one, or the placement not newer.
+    pub fn place(
+        &self,
+        incarnation: Incarnation,
+        version: Version,
+        placement: Placement,
+    ) -> Result<bool, Fault> {
+        self.protocol.check_alive()?;
+        placement.validate(self.share.layout.shards())?;
+        let mut machine = self.protocol.machine();
+        if *machine.placement() == placement {
+            // A repeated call.
+            return Ok(machine.check_rank_zero(incarnation).map(|()| true)?);
+        }
+        if self.protocol.written().is_some_and(|durable| durable < machine.version())
+            || !machine.place(incarnation, version, placement)?
+        {
+            return Ok(false);
+        }
+        self.snapshots.tell(&machine);
+        for rank in (0..self.share.spec.world_size).map(Rank) {
+            let joined = machine.joined(rank);
+            joined.into_iter().for_each(|joined| self.protocol.tell_joined(rank, joined, true));
+            self.gradients.give_back_unneeded(&machine, rank);
+        }
+        // The machine stays locked: nobody may learn of the placement before the tier has it.
+        if let Some(durable) = &self.tier.durable {
+            durable.place(&machine.record()).map_err(|fault| self.protocol.fail(fault))?;
+        }
+        drop(machine);
+        self.protocol.keep_joined()?;
+        self.protocol.notify();
+        Ok(true)
     }
 
     /// The shards that this server owns at a step, in forward order.
@@ -197,18 +241,29 @@ impl Job {
         Ok(machine.check_fetch(owned, version)?.then_some(()))
     }
 
-    /// Bytes of each array that a handover of the shard transfers: those of the state, then the image.
-    pub fn handed_bytes(&self, shard: ShardId) -> Result<[usize; IMAGE as usize + 1], Fault> {
+    /// Bytes of each array that a handover of the shard transfers: those of the state, then the images.
+    pub fn handed_bytes(&self, shard: ShardId) -> Result<HandedBytes, Fault> {
         let owned = self.protocol.machine().owned_index(shard)?;
-        let mut bytes = [0; IMAGE as usize + 1];
+        let mut bytes = HandedBytes::default();
         self.tier.state.read(owned, &mut |state| {
             let arrays = bytes.iter_mut().zip(state.arrays);
             arrays.for_each(|(bytes, array)| *bytes = array.len());
         })?;
         // The image of an exact job follows from its master weights.
         if self.share.spec.max_delay > 0 && !self.share.is_frozen(owned) {
-            bytes[IMAGE as usize] = self.images.len(owned);
+            bytes[IMAGE as usize..].fill(self.images.len(owned));
         }
+        Ok(bytes)
+    }
+
+    /// The same for a version that is sent from here. A job that has just begun, or was restored, may have no image of the
+    /// version before.
+    pub fn sent_bytes(&self, shard: ShardId, version: Version) -> Result<HandedBytes, Fault> {
+        let mut bytes = self.handed_bytes(shard)?;
+        let owned = self.protocol.machine().owned_index(shard)?;
+        let older = version.0.checked_sub(1).map(Version);
+        let has_older = older.map_or(Ok(false), |older| self.images.read(owned, older, 0..0, &mut |_| {}))?;
+        bytes[OLDER_IMAGE as usize] *= usize::from(has_older);
         Ok(bytes)
     }
 
@@ -231,8 +286,9 @@ impl Job {
         self.check_fetch(shard, version)?.ok_or_else(|| lost(shard, version))?;
         let owned = self.protocol.machine().owned_index(shard)?;
         let mut copy = Vec::with_capacity(bytes.len());
-        if array == IMAGE {
-            let found = self.images.read(owned, version, bytes, &mut |part| copy.extend_from_slice(part))?;
+        if array >= IMAGE {
+            let of = Version(version.0.saturating_sub(u64::from(array - IMAGE)));
+            let found = self.images.read(owned, of, bytes, &mut |part| copy.extend_from_slice(part))?;
             return if found { Ok(copy) } else { Err(lost(shard, version)) };
         }
         self.tier
@@ -256,7 +312,7 @@ impl Job {
         let length = self.handed_bytes(awaited.shard)?.get(array as usize).copied().unwrap_or(0);
         let place = offset..offset.saturating_add(bytes.len());
         let block = BLOCK * self.share.spec.image_dtype.bytes() as usize;
-        let is_cut = array == IMAGE && [offset, bytes.len()].iter().any(|at| !at.is_multiple_of(block));
+        let is_cut = array >= IMAGE && [offset, bytes.len()].iter().any(|at| !at.is_multiple_of(block));
         if place.end > length || is_cut {
             let value = format!("bytes {place:?} of array {array} of {}", awaited.shard);
             let remedy = "use one version of Longshore on all servers of a job";
@@ -264,8 +320,9 @@ impl Job {
             return Err(Fault::invalid("fetch.offset", value, limit, remedy));
         }
         self.spare_snapshots(owned, awaited.version);
-        if array == IMAGE {
-            return self.images.receive(owned, awaited.version, offset, bytes);
+        if array >= IMAGE {
+            let age = if array == IMAGE { ImageAge::Current } else { ImageAge::Older };
+            return self.images.receive((owned, awaited.version, age), offset, bytes);
         }
         self.tier.state.load(owned, &mut |state| {
             state.arrays.into_iter().nth(array as usize).into_iter().for_each(|array| {
@@ -288,8 +345,9 @@ impl Job {
         Ok((self.tier.images.is_none() || is_made).then_some(()))
     }
 
-    /// All bytes of an awaited shard are written. Returns the updates that waited for it.
-    pub fn fetched(&self, awaited: &Awaited) -> Result<Vec<Work>, Fault> {
+    /// All bytes of an awaited shard are written, with those of the older image if `has_older`. Returns the updates that
+    /// waited for it.
+    pub fn fetched(&self, awaited: &Awaited, has_older: bool) -> Result<Vec<Work>, Fault> {
         self.protocol.check_alive()?;
         let (owned, version) = (self.protocol.machine().owned_index(awaited.shard)?, awaited.version);
         if !self.awaits(awaited) {
@@ -302,9 +360,13 @@ impl Job {
             if is_exact {
                 self.round_master(owned, image.overwrite())?;
             }
-            self.images.keep(version, image)?;
+            self.images.keep(version, ImageAge::Current, image)?;
         }
-        self.tier.state.seal(owned, version, version)?;
+        let older = Version(version.0.saturating_sub(u64::from(has_older)));
+        if has_older && !self.images.are_spilled() {
+            self.images.keep(older, ImageAge::Older, self.images.to_make(owned, older))?;
+        }
+        self.tier.state.seal(owned, version, older)?;
         let works = self.protocol.machine().fetched(owned, version);
         self.protocol.notify();
         Ok(works)

@@ -34,7 +34,7 @@ use longshore_proto::{Dtype, Formats, JobSpec, Layout, Placement, ServerId, Shar
 
 pub use compute::Compute;
 pub use gradients::{Gradients, Lent};
-pub use handover::IMAGE;
+pub use handover::{HandedBytes, IMAGE, OLDER_IMAGE};
 pub use images::Images;
 pub use load::{CheckpointId, LoadedShard, StoredImages};
 pub use open::inspect;

@@ -120,7 +120,8 @@ impl Machine {
         self.commits.clear();
         self.scales.clear();
         self.reads.clear();
-        (self.placement, self.has_moved) = (placement, true);
+        (self.placement, self.has_moved, self.is_placed) = (placement, true, false);
+        self.ranks.iter_mut().for_each(|rank| rank.is_outdated = false);
         for shard in &mut self.shards {
             (shard.span, shard.version) = (NOT_OWNED, record.version);
         }
@@ -188,6 +189,73 @@ impl Machine {
                 shard.lent = Some(Version(from.0 - 1));
             }
         }
+    }
+
+    /// Takes another placement at the current version, as an operator decides where no rank 0 is there. It counts from the
+    /// next step on, whose contributions so far are dropped. Returns false while a chunk or an update is under way, or a
+    /// shard is on its way that the placement takes for fetched.
+    pub fn place(
+        &mut self,
+        incarnation: Incarnation,
+        version: Version,
+        placement: Placement,
+    ) -> Result<bool, Refusal> {
+        self.check_not_loading()?;
+        self.check_rank_zero(incarnation)?;
+        let server = self.server;
+        let first = |shard: &ShardProgress| {
+            let is_replica = placement.owner(shard.shard) != server;
+            let came = |of: &&Handover| (of.shard, of.is_replica) == (shard.shard, is_replica);
+            placement.handovers.iter().rfind(came).map(|of| of.from_step.0)
+        };
+        let is_held = |shard: &ShardProgress| !shard.span.is_empty() && shard.span.end == u64::MAX;
+        let mut held = placement.held(server).into_iter();
+        let has_state = |shard: ShardId| {
+            let owned = self.owned[shard.index()]?;
+            let shard = &self.shards[owned.index()];
+            (is_held(shard) || first(shard) == Some(version.0 + 1)).then_some(())
+        };
+        if let Some(shard) = held.find(|&shard| has_state(shard).is_none()) {
+            return Err(Refusal::NotOwned { shard, shards: self.layout.shards() });
+        }
+        if version != self.version || placement.epoch <= self.placement.epoch {
+            let (current, ours) = (self.version, self.placement.epoch);
+            return Err(Refusal::OtherPlacement { version, epoch: placement.epoch, current, ours });
+        }
+        let is_early = |shard: &ShardProgress| {
+            let is_fetched = !placement.holds(server, shard.shard) || first(shard).is_none();
+            shard.is_in_use() || is_held(shard) && shard.awaited && is_fetched
+        };
+        if !self.is_settled() || self.shards.iter().any(is_early) {
+            return Ok(false);
+        }
+        let next = version.0 + 1;
+        for shard in &mut self.shards {
+            match (is_held(shard), placement.holds(server, shard.shard), first(shard)) {
+                // Every server has the placement before by now, and the state that it asked for.
+                (true, true, None) => shard.span = 0..u64::MAX,
+                (true, true, Some(first)) if shard.awaited => shard.span.start = first,
+                (true, true, Some(_)) => {}
+                (false, true, first) => {
+                    shard.span = first.unwrap_or(next)..u64::MAX;
+                    (shard.awaited, shard.broken, shard.is_forsaken) = (true, None, false);
+                }
+                (_, false, _) if shard.span.is_empty() => {}
+                (_, false, _) => shard.span.end = shard.span.end.min(next),
+            }
+            let is_first = |of: &Handover| (of.shard, of.before) == (shard.shard, NO_SERVER);
+            let was_first = self.placement.handovers.iter().any(is_first);
+            let is_first = placement.owner(shard.shard) == server && placement.handovers.iter().any(is_first);
+            let lends = is_first && (shard.lent.is_some() || !was_first);
+            shard.lent = lends.then_some(version);
+        }
+        // Ranks do not join a server that the job has left.
+        self.is_placed = placement.members().any(|member| member == server);
+        (self.placement, self.has_moved) = (placement, true);
+        self.start_over();
+        self.ranks[0].fence_only = true;
+        self.ranks.iter_mut().skip(1).for_each(|rank| rank.is_outdated = true);
+        Ok(true)
     }
 
     /// A new replica has the state that this server lends it. Returns the updates that waited for that.

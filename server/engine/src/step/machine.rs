@@ -135,6 +135,8 @@ pub(super) struct RankState {
     pub(super) incarnation: Option<Incarnation>,
     /// The process has only fenced earlier ones, and has not joined yet.
     pub(super) fence_only: bool,
+    /// The placement has changed since between two steps: the process joins with another incarnation.
+    pub(super) is_outdated: bool,
     pub(super) left: bool,
     /// The version at which it joined or fenced.
     pub(super) joined_at: Version,
@@ -162,6 +164,8 @@ pub struct Machine {
     pub(super) placement: Placement,
     /// The placement is another one than that which this server was opened with.
     pub(super) has_moved: bool,
+    /// The placement changed since the version was decided, and rank 0 has not joined since: other ranks wait for it.
+    pub(super) is_placed: bool,
     /// Addresses of servers that are gone for good, as an operator says.
     pub(super) lost: Vec<String>,
     /// Updates that wait for a shard's state or for its update of the step before.
@@ -218,6 +222,7 @@ impl Machine {
             server,
             placement,
             has_moved: false,
+            is_placed: false,
             lost: Vec::new(),
             held: Vec::new(),
             standing: None,

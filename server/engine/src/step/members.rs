@@ -1,6 +1,6 @@
 //! Membership: rank processes join, fence and leave, and each event's process is checked.
 
-use longshore_proto::{Incarnation, Rank};
+use longshore_proto::{Epoch, Incarnation, Rank};
 
 use super::{
     machine::{Machine, RankState},
@@ -21,13 +21,19 @@ impl Machine {
             return Ok(false);
         }
         let state = &mut self.ranks[rank.index()];
-        (state.incarnation, state.fence_only, state.left) = (Some(incarnation), true, false);
-        state.joined_at = self.version;
+        *state = RankState {
+            incarnation: Some(incarnation),
+            fence_only: true,
+            joined_at: self.version,
+            last_step: state.last_step,
+            ..RankState::default()
+        };
         Ok(true)
     }
 
     /// Binds a rank to a higher incarnation, or to the incarnation that fenced it. Returns false while
-    /// the earlier process's last chunk is being written, and for a rank of another world size than rank 0's.
+    /// the earlier process's last chunk is being written, for a rank of another world size than rank 0's, and until rank 0
+    /// has joined where the placement has changed between two steps.
     ///
     /// `world_size` is the number of ranks that take part, as the process was started; None leaves it as it is.
     pub fn join(
@@ -38,8 +44,13 @@ impl Machine {
     ) -> Result<bool, Refusal> {
         let world_size = world_size.unwrap_or(self.world_size);
         self.check_world_size(rank, world_size)?;
+        if self.check_taking(rank, incarnation)? && self.ranks[rank.index()].is_outdated {
+            let (version, ours) = (self.ranks[rank.index()].joined_at, self.placement.epoch);
+            let epoch = Epoch(ours.0.saturating_sub(1));
+            return Err(Refusal::OtherPlacement { version, epoch, current: self.version, ours });
+        }
         let is_bound = self.check_taking(rank, incarnation)? && !self.ranks[rank.index()].fence_only;
-        if rank != Rank(0) && world_size != self.world_size {
+        if rank != Rank(0) && (world_size != self.world_size || self.is_placed) {
             return Ok(false);
         }
         if !is_bound && !self.bind(rank, incarnation) {
@@ -54,6 +65,13 @@ impl Machine {
         if self.shards.iter().any(ShardProgress::is_in_use) {
             return false;
         }
+        self.start_over();
+        self.set_contributors(world_size);
+        true
+    }
+
+    /// Begins the undecided steps anew. Ranks other than 0 join again before they push.
+    pub(super) fn start_over(&mut self) {
         let version = self.version.0;
         for slot in self.shards.iter_mut().flat_map(|shard| &mut shard.slots) {
             if slot.step.is_none_or(|step| step.0 > version) {
@@ -62,11 +80,9 @@ impl Machine {
         }
         self.unsettle();
         self.reads.clear();
-        self.set_contributors(world_size);
         for rank in self.ranks.iter_mut().skip(1) {
             rank.fence_only = true;
         }
-        true
     }
 
     pub(super) fn set_contributors(&mut self, world_size: u32) {
@@ -121,6 +137,7 @@ impl Machine {
             undecided.for_each(|slot| if is_lone { slot.start_over() } else { slot.rejoined(contributor) });
         }
         let joined_at = self.version;
+        self.is_placed &= rank != Rank(0);
         self.unsettle();
         self.forget_reads_of(rank);
         self.ranks[rank.index()] =

@@ -1,8 +1,8 @@
 //! Reasons why an event is refused: one variant for each, with the values that show it.
 
 use longshore_proto::{
-    BlockId, ChunkId, Contribution, Dtype, Fault, FaultKind, Incarnation, JobSpec, Layout, MicroStep, Origin,
-    Rank, Reads, ServerId, ShardId, Step, Version,
+    BlockId, ChunkId, Contribution, Dtype, Epoch, Fault, FaultKind, Incarnation, JobSpec, Layout, MicroStep,
+    Origin, Rank, Reads, ServerId, ShardId, Step, Version,
     fault::{ORIGIN, OWED, READS, READS_VERSION},
     limits::BLOCK_ELEMENTS,
 };
@@ -53,6 +53,7 @@ pub enum Refusal {
     LossScaleInUse { loss_scale: f64, version: Version },
     OtherResume { loss_scale: f64, earlier: f64 },
     NotDurable { step: Step, durable: Version },
+    OtherPlacement { version: Version, epoch: Epoch, current: Version, ours: Epoch },
     OtherUpload { shard: ShardId, chunk: ChunkId, crc32: u32, earlier: u32 },
 }
 
@@ -385,6 +386,13 @@ impl From<Refusal> for Fault {
                 loss_scale,
                 format!("{earlier}, with which the job was resumed already"),
                 "resume with the same scale, or without one, where the pause still lasts",
+            ),
+            Refusal::OtherPlacement { version, epoch, current, ours } => Fault::new(
+                Conflict,
+                "placement.epoch",
+                format!("{} at {version}", epoch.0),
+                format!("above {} at {current}", ours.0),
+                "ask for the servers again: another process has decided meanwhile",
             ),
             Refusal::OtherUpload { shard, chunk, crc32, earlier } => Fault::new(
                 Conflict,

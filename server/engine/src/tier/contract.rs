@@ -134,6 +134,10 @@ pub trait Durable: Send + Sync {
     /// the new standing.
     fn stand(&self, record: &Record) -> Result<(), Fault>;
 
+    /// The placement has changed at the current version. Before it returns, the tier keeps the version's record with it, and
+    /// each shard that was fetched for it.
+    fn place(&self, record: &Record) -> Result<(), Fault>;
+
     /// A rank has joined. If `over`, it starts every undecided step over, so sums of those steps must be
     /// forgotten.
     fn joined(&self, rank: Rank, joined: Joined, over: bool);

@@ -9,7 +9,7 @@ use std::{
 
 use longshore_engine::{
     admission::Budget,
-    job::{Compute, Exported, IMAGE, Job, Lent, Piece, UploadChunk, inspect},
+    job::{Compute, Exported, IMAGE, Job, Lent, OLDER_IMAGE, Piece, UploadChunk, inspect},
     kernels::Isa,
     memory::Source,
     record::Record,
@@ -421,8 +421,9 @@ impl Cluster {
         };
         let Some(awaited) = self.jobs[server].awaited().into_iter().find(is_ready) else { return false };
         let (job, source) = (&self.jobs[server], source(&awaited));
-        for (array, length) in (0..).zip(source.handed_bytes(awaited.shard).unwrap()) {
-            let piece = if array == IMAGE { 4 * BLOCK } else { 100_000 };
+        let sent = source.sent_bytes(awaited.shard, awaited.version).unwrap();
+        for (array, length) in (0..).zip(sent) {
+            let piece = if array >= IMAGE { 4 * BLOCK } else { 100_000 };
             for start in (0..length).step_by(piece) {
                 if pieces == 0 {
                     return true;
@@ -434,8 +435,10 @@ impl Cluster {
             }
         }
         source.check_handed(awaited.shard).unwrap();
-        let (works, of_source) =
-            (job.fetched(&awaited).unwrap(), source.arrived(awaited.shard, awaited.version).unwrap());
+        let (works, of_source) = (
+            job.fetched(&awaited, sent[OLDER_IMAGE as usize] > 0).unwrap(),
+            source.arrived(awaited.shard, awaited.version).unwrap(),
+        );
         self.works[server].extend(works);
         self.works[awaited.source.0 as usize].extend(of_source);
         true

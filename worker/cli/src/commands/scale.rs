@@ -4,14 +4,19 @@ mod plan;
 
 use std::{
     collections::BTreeSet,
+    panic::resume_unwind,
     thread,
     time::{Duration, Instant, UNIX_EPOCH},
 };
 
 use anyhow::Context;
-use longshore_proto::{Fault, FaultKind, Placement, check_max_exposed};
+use longshore_proto::{Fault, FaultKind, JobSpec, Placement, Rank, check_max_exposed};
 use longshore_wire::{Wire, v1};
-use longshore_worker::session::whole;
+use longshore_worker::{
+    Error, Options, Session,
+    pipeline::move_idle,
+    session::{is_loading, whole},
+};
 use serde_json::json;
 
 use self::plan::Plan;
@@ -24,6 +29,9 @@ use crate::{
 
 /// Pause between two looks at the servers.
 const LOOK: Duration = Duration::from_millis(250);
+/// Time without any rank after which the command moves a job itself. Launchers start ranks again sooner, and ranks come back
+/// sooner to a server that was started again.
+const IDLE: Duration = Duration::from_secs(10);
 /// Time for a server to recover the job.
 const RECOVERY: Duration = Duration::from_secs(60);
 
@@ -93,12 +101,32 @@ impl Seen {
     /// Returns why nothing moves. None while nothing is in the way.
     fn obstacle(&self) -> Option<&str> {
         let failures = self.scaling().map(|scaling| &*scaling.failure);
-        let without_rank_0 = (!self.has_rank_0()).then_some("no process of rank 0 trains the job, and its steps are what moves shards: start it, or take the job there with `longshore checkpoint` and `longshore restore`");
+        let without_rank_0 = (!self.has_rank_0()).then_some("no process of rank 0 trains the job, and other ranks wait for it: start it, or end them and ask again");
         failures.chain(without_rank_0).find(|obstacle| !obstacle.is_empty())
     }
 
     fn has_rank_0(&self) -> bool {
         self.answers.iter().flat_map(|answer| &answer.ranks).any(|rank| rank.rank == 0 && rank.watches)
+    }
+
+    /// Returns true if no rank is connected with any server, and none is given up: ranks move the shards of a lost one.
+    fn is_quiet(&self) -> bool {
+        let is_there = |rank: &v1::RankStatus| rank.watches || !rank.left && !rank.transport.is_empty();
+        let has_lost = self.scaling().any(|scaling| !scaling.lost.is_empty());
+        !has_lost
+            && !self.answers.iter().any(|answer| is_loading(answer) || answer.ranks.iter().any(is_there))
+    }
+
+    /// Returns true if no rank has been connected for some time, as each server of the job says.
+    fn is_idle(&self) -> bool {
+        let is_long = |answer: &v1::DescribeResponse| u128::from(answer.idle_ms) >= IDLE.as_millis();
+        let all_answer = self.answers.len() == self.placement.members().count();
+        self.is_quiet() && all_answer && self.answers.iter().all(is_long)
+    }
+
+    fn spec(&self) -> Result<JobSpec, Fault> {
+        let spec = self.answers.iter().find_map(|answer| answer.spec.clone());
+        JobSpec::from_wire(spec)
     }
 }
 
@@ -124,7 +152,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let (servers, job) = args.target.connect()?;
     let wish = args.wish(&servers, job, |members| args.wanted(members))?;
     args.say(&wish, out)?;
-    if args.wait { args.wait(&wish, out) } else { Ok(()) }
+    args.fulfil(&wish, out)
 }
 
 /// Moves every job off the servers of `--remove`.
@@ -149,8 +177,8 @@ fn clear(args: &Args, out: Output) -> anyhow::Result<()> {
             }
         }
     }
-    for wish in wishes.iter().filter(|_| args.wait) {
-        args.wait(wish, out)?;
+    for wish in &wishes {
+        args.fulfil(wish, out)?;
     }
     if kept > 0 {
         let value = format!("{}, which {kept} of {} jobs need", args.remove.join(","), jobs.len());
@@ -278,7 +306,7 @@ impl Args {
             out.result(|| plan.object(job, servers), || plan.text(job));
             return Ok(plan.check_fits()?);
         }
-        if !self.wait {
+        if !self.wait && !before.is_quiet() {
             let trained = before.has_rank_0();
             let until = if trained { "" } else { " once its rank 0 trains" };
             out.result(
@@ -286,6 +314,62 @@ impl Args {
                 || format!("{job} moves to {}{until}: {}", servers.join(", "), plan.amount()),
             );
         }
+        Ok(())
+    }
+
+    /// Moves a job without ranks, and waits for the moves of other jobs if asked to.
+    fn fulfil(&self, wish: &Wish, out: Output) -> anyhow::Result<()> {
+        if !self.dry_run && wish.before.is_quiet() {
+            let servers = Servers::connect(&wish.before.members(), &self.target.servers.access)?;
+            let begun = Instant::now();
+            loop {
+                let seen = look(&servers, &wish.job)?;
+                if !seen.is_quiet() || begun.elapsed() > Duration::from_secs(self.patience) {
+                    break;
+                }
+                if !seen.is_idle() {
+                    thread::sleep(LOOK);
+                    continue;
+                }
+                match self.move_idle(wish, &seen, out) {
+                    // Ranks have started, and go on with the wish.
+                    Err(Error::Fenced(_)) => break,
+                    moved => return Ok(moved?),
+                }
+            }
+        }
+        if self.wait { self.wait(wish, out) } else { Ok(()) }
+    }
+
+    /// Moves a job that makes no steps, from the servers on which it was `seen`.
+    fn move_idle(&self, wish: &Wish, seen: &Seen, out: Output) -> longshore_worker::Result<()> {
+        let Wish { job, servers: wanted, asked_micros, plan, .. } = wish;
+        let access = &self.target.servers.access;
+        let options = Options { connections: 1, ..Options::new(seen.members(), seen.spec()?, Rank(0)) };
+        let session = Session::connect(access.of(options))?;
+        let (begun, at_first) = (Instant::now(), seen.fetched());
+        let bar = Progress::bytes(job, plan.bytes.max(1), out);
+        let reachable: Vec<String> = wanted.iter().chain(&seen.members()).cloned().collect();
+        thread::scope(|scope| {
+            let moving = scope.spawn(|| move_idle(&session, wanted, *asked_micros));
+            while !moving.is_finished() {
+                let seen = Servers::reach(&reachable, access).and_then(|(servers, _)| look(&servers, job));
+                if let Ok(seen) = seen {
+                    let (shards, bytes) = seen.fetched();
+                    let shards = plan.shards.min(shards.saturating_sub(at_first.0) as usize);
+                    let bytes = bytes.saturating_sub(at_first.1).min(plan.bytes);
+                    bar.at(bytes, format!("{job}: {shards} of {} shards", plan.shards));
+                }
+                thread::sleep(LOOK);
+            }
+            moving.join().unwrap_or_else(|panic| resume_unwind(panic))
+        })?;
+        drop(bar);
+        let seconds = begun.elapsed().as_secs_f64();
+        out.result(
+            || json!({"job": job, "servers": wanted, "seconds": seconds}),
+            || format!("{job} is on {} ({seconds:.1} s)", wanted.join(", ")),
+        );
         Ok(())
     }
 
@@ -321,6 +405,12 @@ impl Args {
                     || format!("{job} is on {} ({seconds:.1} s)", wanted.join(", ")),
                 );
                 return Ok(());
+            }
+            if seen.is_idle() {
+                match self.move_idle(wish, &seen, out) {
+                    Err(Error::Fenced(_)) => {}
+                    moved => return Ok(moved?),
+                }
             }
             if let Some(later) = seen.scaling().find(|scaling| scaling.asked_micros > *asked_micros) {
                 let (value, limit) = (later.wanted.join(","), "the newest wish");

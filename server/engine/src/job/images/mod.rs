@@ -181,30 +181,39 @@ impl Images {
         Ok(())
     }
 
-    /// Takes bytes of a whole number of blocks of an image that comes from another server. Its version is the tier's
-    /// current one.
+    /// Takes bytes of a whole number of blocks of an image that comes from another server with a shard's `version`, which
+    /// is the tier's current one.
     pub(super) fn receive(
         &self,
-        owned: OwnedShard,
-        version: Version,
+        (owned, version, age): (OwnedShard, Version, ImageAge),
         start: usize,
         bytes: &[u8],
     ) -> Result<(), Fault> {
         match &self.stored {
-            Some(stored) if self.are_spilled() => stored.store(owned, ImageAge::Current, start, bytes),
+            Some(stored) if self.are_spilled() => stored.store(owned, age, start, bytes),
             _ => {
-                let mut image = self.to_make(owned, version);
+                let behind = u64::from(age == ImageAge::Older);
+                let mut image = self.to_make(owned, Version(version.0.saturating_sub(behind)));
                 image.overwrite().bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);
                 Ok(())
             }
         }
     }
 
-    /// Keeps an image that is whole in DRAM. Its version is the tier's current one.
-    pub(super) fn keep(&self, version: Version, mut image: RwLockWriteGuard<'_, Image>) -> Result<(), Fault> {
+    /// Keeps an image that is whole in DRAM, of the tier's current version or of the one before.
+    pub(super) fn keep(
+        &self,
+        version: Version,
+        age: ImageAge,
+        mut image: RwLockWriteGuard<'_, Image>,
+    ) -> Result<(), Fault> {
         if let Some(stored) = &self.stored {
-            let owned = image.owned();
-            stored.store(owned, ImageAge::Current, 0, &image.bytes()[..self.len(owned)])?;
+            let (owned, bytes) = (image.owned(), &image.bytes()[..self.len(image.owned())]);
+            stored.store(owned, age, 0, bytes)?;
+            // Ranks of an exact job read no older image, and a recovery finds both whole.
+            if self.share.spec.max_delay == 0 && version.0 > 0 {
+                stored.store(owned, ImageAge::Older, 0, bytes)?;
+            }
         }
         image.set(Some(version));
         Ok(())

@@ -133,6 +133,21 @@ impl VersionWriter {
         })
     }
 
+    /// Makes another placement of the durable version durable. The record names shards that were fetched since apart, so
+    /// no table of the version changes. A server that had no older image gets its first table of those.
+    pub(super) fn place(&self, record: &Record, slots: Slots) -> Result<(), Fault> {
+        self.pager.write_fetched(record, slots)?;
+        self.pager.wait_for_writes()?;
+        let older = slots.older_image.filter(|_| self.pager.plan.images);
+        self.each_file(|file| {
+            if let Some(slot) = older.filter(|&slot| lock(&self.tables)[file].image[slot as usize] == 0) {
+                self.write_image_table(file, slot)?;
+            }
+            self.flush(file)
+        })?;
+        self.publish(record, slots, true)
+    }
+
     /// Writes the record of a version whose slots and tables are written and flushed. With `again` it
     /// overwrites its own record, one copy after the other, so that at any instant one is whole.
     pub(super) fn publish(&self, record: &Record, slots: Slots, again: bool) -> Result<(), Fault> {
@@ -185,12 +200,17 @@ impl VersionWriter {
         if self.pager.plan.images {
             let older = slots.older_image.filter(|_| first);
             for slot in [Some(slots.image), older].into_iter().flatten() {
-                let table = self.table(file, |checksums| &checksums.images[slot as usize]);
-                self.put(file, &[plan.image_table_at(slot)], &table)?;
-                lock(&self.tables)[file].image[slot as usize] = crc64([&*table]);
+                self.write_image_table(file, slot)?;
             }
         }
         self.flush(file)
+    }
+
+    fn write_image_table(&self, file: usize, slot: u8) -> Result<(), Fault> {
+        let table = self.table(file, |checksums| &checksums.images[slot as usize]);
+        self.put(file, &[self.pager.plan.files[file].image_table_at(slot)], &table)?;
+        lock(&self.tables)[file].image[slot as usize] = crc64([&*table]);
+        Ok(())
     }
 
     /// Writes the record's copies, and flushes after every `at_once` of them.

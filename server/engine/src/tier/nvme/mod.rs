@@ -279,6 +279,11 @@ impl Durable for NvmeTier {
         self.writer.publish(record, slots, true).map_err(|fault| self.pager.fail(fault))
     }
 
+    fn place(&self, record: &Record) -> Result<(), Fault> {
+        let slots = self.pager.lock().slots;
+        self.writer.place(record, slots).map_err(|fault| self.pager.fail(fault))
+    }
+
     fn joined(&self, rank: Rank, joined: Joined, _over: bool) {
         self.ranks.joined(rank.index(), joined);
     }

@@ -86,8 +86,8 @@ struct Entry {
     tabled: bool,
     /// Version at which the shard was released here, until its space is given back.
     released_at: Option<Version>,
-    /// The slot of an image that was fetched: the slot's table does not have its checksums.
-    fetched_image: Option<u8>,
+    /// Slots of images that were fetched, as bits: the slots' tables do not have their checksums.
+    fetched_images: u8,
     /// Time of the last use; larger is later.
     used: u64,
 }
@@ -133,7 +133,7 @@ impl ShardPager {
                 slot: 0,
                 blank: true,
                 tabled: false,
-                fetched_image: None,
+                fetched_images: 0,
                 released_at: None,
                 used: 0,
             }
@@ -330,8 +330,7 @@ impl ShardPager {
             let Some(owned) = self.plan.order.get(*owned).map(|owned| owned.index()) else { continue };
             let entry = &mut state.entries[owned];
             (entry.slot, entry.blank, entry.tabled) = (slot.unwrap_or_default(), slot.is_none(), false);
-            // Only the older image can have been fetched where there are two.
-            entry.fetched_image = images.last().map(|(slot, _)| *slot);
+            entry.fetched_images = images.iter().fold(0, |slots, (slot, _)| slots | 1 << slot);
             let cells = &self.checksums[owned];
             let images =
                 images.iter().filter_map(|(slot, sums)| Some((cells.images.get(*slot as usize)?, sums)));
@@ -620,7 +619,7 @@ impl ShardPager {
 
     /// Notes that an image was written to a slot beside the updates.
     pub(super) fn lacks_table(&self, owned: OwnedShard, image_slot: u8) {
-        self.lock().entries[owned.index()].fetched_image = Some(image_slot);
+        self.lock().entries[owned.index()].fetched_images |= 1 << image_slot;
     }
 
     /// The tables of a version's slots are written: those of its state and of its image, and with `first` that of the
@@ -632,7 +631,8 @@ impl ShardPager {
                 continue;
             }
             entry.tabled |= place.frozen || entry.slot == slots.state;
-            entry.fetched_image.take_if(|slot| first || Some(*slot) != slots.older_image);
+            let older = slots.older_image.filter(|_| !first).map_or(0, |slot| 1 << slot);
+            entry.fetched_images &= older;
         }
     }
 
@@ -651,7 +651,7 @@ impl ShardPager {
                 slots.images(record.version).filter(is_stored).map(|(_, slot)| slot).collect();
             images.dedup();
             let is_made = *kept.end() == record.version && entry.slot == slots.state;
-            let is_fetched = |slot: &u8| entry.fetched_image == Some(*slot);
+            let is_fetched = |slot: &u8| entry.fetched_images >> slot & 1 != 0;
             if entry.tabled && (place.frozen || is_made && !images.iter().any(is_fetched)) {
                 return None;
             }
@@ -690,7 +690,7 @@ impl ShardPager {
             if matches!(entry.holding, Holding::Reading | Holding::Writing | Holding::Busy) {
                 return false;
             }
-            (entry.blank, entry.tabled, entry.fetched_image) = (true, false, None);
+            (entry.blank, entry.tabled, entry.fetched_images) = (true, false, 0);
             entry.released_at = Some(version);
             if !self.resident[owned.index()]
                 && let Holding::Ready(held) = mem::replace(&mut entry.holding, Holding::Disk)

@@ -288,6 +288,12 @@ impl Durable for ShmTier {
         self.write_note(record)
     }
 
+    /// The record of the version before gives way: at any instant one of the two places is whole, and no shard is behind.
+    fn place(&self, record: &Record) -> Result<(), Fault> {
+        self.write_record_at(record, record.version.next_step().version())?;
+        self.write_record(record)
+    }
+
     fn joined(&self, rank: Rank, joined: Joined, over: bool) {
         let summed = self.shards().flat_map(|owned| &self.shard(owned)[SUMMED..]);
         let words = summed.chain(self.settled.get());

@@ -77,11 +77,16 @@ pub(super) fn read_frame<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
 
 impl ShmTier {
     pub(super) fn write_record(&self, record: &Record) -> Result<(), Fault> {
+        self.write_record_at(record, record.version)
+    }
+
+    /// Writes a record to the place of a version.
+    pub(super) fn write_record_at(&self, record: &Record, place: Version) -> Result<(), Fault> {
         let frame = encode(record).map_err(|why| internal(why, "encodable"))?;
         if frame.len() > RECORD_BYTES - NOTES * NOTE_BYTES {
             return Err(internal(format!("{} bytes of record", frame.len()), "in its place"));
         }
-        let start = (record.version.0 % 2) as usize * RECORD_BYTES;
+        let start = (place.0 % 2) as usize * RECORD_BYTES;
         write_frame(&mut lock(&self.records).bytes_mut()[start..], &frame);
         Ok(())
     }
@@ -125,7 +130,14 @@ impl ShmTier {
                 Found::Blank => {}
             }
         }
-        records.sort_by_key(|record| record.version);
+        let epoch = |record: &Record| record.placement.as_ref().map(|placement| placement.epoch);
+        records.sort_by_key(|record| (record.version, epoch(record)));
+        // A change of the placement between two steps writes the version's record twice.
+        if let [before, newest] = &records[..]
+            && before.version == newest.version
+        {
+            records.remove(0);
+        }
         let words: Vec<u64> = self.words.get().iter().map(|word| word.load(Ordering::Acquire)).collect();
         if records.is_empty() {
             return match self.shards().any(|owned| self.shard(owned)[SUMMED..].iter().any(is_set)) {

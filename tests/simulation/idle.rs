@@ -1,0 +1,83 @@
+//! An operator's command that moves a job without ranks, as `longshore scale` does. Ranks may start before its end.
+
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
+};
+
+use longshore_engine::step::Wanted;
+use longshore_proto::Rank;
+use longshore_worker::{Options, Session, Transport, error::Result, pipeline::move_idle, session::Process};
+
+use crate::{
+    Cluster,
+    host::{OUTSIDE, ProcessId, lock},
+};
+
+impl Cluster {
+    /// Ends all ranks, moves the job, and starts the ranks again.
+    pub(crate) async fn move_idle(self: &Arc<Self>) {
+        let sim = &self.sim;
+        if self.has_replicas() || self.is_resizing.load(Relaxed) || self.is_idle.swap(true, Relaxed) {
+            return;
+        }
+        let processes: Vec<ProcessId> = (0..self.world_size()).map(|rank| self.newest(rank)).collect();
+        let mut stopped = Vec::new();
+        for process in processes {
+            if sim.one_in(4) {
+                sim.stop(process, true);
+                stopped.push(process);
+            } else {
+                sim.kill(process);
+            }
+        }
+        // Processes of one rank begin apart.
+        sim.sleep(self.apart() + Duration::from_millis(50)).await;
+        for _ in 0..1 + sim.below(2) {
+            let wanted = self.scale();
+            let operator = self.start_operator(wanted);
+            let most = Duration::from_millis([100, 400, 5000][sim.below(3) as usize]);
+            let time = self.apart() + sim.part_of(most);
+            sim.sleep(time).await;
+            if sim.one_in(2) {
+                sim.note(operator, || "is killed".into());
+                sim.kill(operator);
+            }
+        }
+        if sim.one_in(2) {
+            self.world_size.store(1 + sim.below(self.most_ranks() as u64) as usize, Relaxed);
+        }
+        self.is_idle.store(false, Relaxed);
+        sim.note(OUTSIDE, || "ranks start again".into());
+        (0..self.world_size()).for_each(|rank| self.start_rank(rank));
+        let time = sim.part_of(self.plan.longest);
+        sim.sleep(time).await;
+        stopped.into_iter().for_each(|process| sim.stop(process, false));
+    }
+
+    fn start_operator(self: &Arc<Self>, wanted: Wanted) -> ProcessId {
+        let id = self.sim.process("operator", self.skew());
+        lock(&self.operators).push(id);
+        let cluster = Arc::clone(self);
+        self.sim.main(id, move || {
+            let ended = cluster.operate(&wanted);
+            if !cluster.sim.is_dead(id) {
+                cluster.sim.note(id, || format!("ends: {:?}", ended.map_err(|error| error.to_string())));
+            }
+        });
+        id
+    }
+
+    fn operate(&self, wanted: &Wanted) -> Result<()> {
+        let options = Options {
+            transport: Transport::Tcp,
+            connections: 1,
+            deadline: Duration::from_secs(20),
+            slow_deadline: Duration::from_secs(120),
+            process: Process::default(),
+            world_size: self.world_size() as u32,
+            ..Options::new(self.members(), (*self.oracle.spec).clone(), Rank(0))
+        };
+        move_idle(&Session::connect(options)?, &wanted.servers, wanted.asked_micros)
+    }
+}

@@ -1,0 +1,209 @@
+//! Moves a job that makes no steps, in place of rank 0: an operator's command fences the ranks, and gives all servers
+//! another placement of the version that they have. Called by `longshore scale` where no rank is connected.
+//!
+//! Each placement is on all servers before the next one is sent:
+//!
+//! ```text
+//! servers join    new servers are members, and own nothing
+//! shards move     counts from the next step on; next owners fetch state and images of the version
+//! arrived         nothing is on its way: next owners are asked for the version too, and servers without shards leave
+//! ```
+//!
+//! A command that dies between two servers leaves two placements of one version. The next rank 0, or command, sends the
+//! newer one to the rest before it does anything else.
+
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+use futures_util::future::join_all;
+use longshore_proto::{
+    Epoch, Fault, FaultKind, Incarnation, Placement, PlacementChange, ServerId, Step, Version,
+    limits::DEFAULT_MAX_EXPOSED,
+};
+
+use super::moves::{Added, Plan, awaits_nothing, begin_all, leaving, prepare, retire};
+use crate::{
+    cluster::Cluster,
+    error::Result,
+    host,
+    rank::take,
+    session::{Session, place_on, take_over},
+};
+
+/// Pause between two looks at servers that fetch.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Moves a job without ranks to these servers. `asked_micros` is the time of the wish.
+///
+/// # Errors
+/// `Fenced` once a rank 0 has started, which goes on with the wish. `Deadline` if no shard arrives for the session's
+/// deadline. A failed call may be repeated.
+pub fn move_idle(session: &Session, servers: &[String], asked_micros: u64) -> Result<()> {
+    let cluster = &session.cluster;
+    cluster.runtime.block_on(async {
+        let incarnation = take(cluster).await?;
+        take_over(cluster, incarnation).await?;
+        session.rank.set_incarnation(incarnation);
+        let version = common_version(cluster).await?;
+        let mut idle = Idle { cluster, incarnation, version, placement: (*cluster.placement()).clone() };
+        idle.end_handovers().await?;
+        let (placement, wanted) = (Arc::new(idle.placement.clone()), servers.to_vec());
+        let mut plan =
+            prepare(Arc::clone(cluster), placement, wanted, asked_micros, DEFAULT_MAX_EXPOSED).await?;
+        if !plan.added.is_empty() {
+            let added = begin_all(cluster, &session.rank, &plan.added, version).await?;
+            for Added { server, peer } in plan.added.drain(..) {
+                cluster.add_peer(server, peer);
+                cluster.add_member(server);
+            }
+            idle.change(PlacementChange { added, ..PlacementChange::default() }).await?;
+        }
+        while let Some(change) = idle.next(&mut plan)? {
+            idle.change(change).await?;
+            idle.end_handovers().await?;
+        }
+        let change = leaving(cluster, servers).await?;
+        let removed = change.removed.clone();
+        if !removed.is_empty() {
+            idle.change(change).await?;
+        }
+        join_all(removed.into_iter().map(|server| retire(cluster, server, incarnation))).await;
+        Ok(())
+    })
+}
+
+async fn common_version(cluster: &Cluster) -> Result<Version> {
+    let answers = cluster.describe_all(false, cluster.options.deadline).await?;
+    let version = |answer: &longshore_wire::v1::DescribeResponse| {
+        answer.progress.as_ref().map_or(0, |progress| progress.version)
+    };
+    let versions: BTreeSet<u64> = answers.values().map(version).collect();
+    match versions.first() {
+        Some(&version) if versions.len() == 1 => Ok(Version(version)),
+        _ => {
+            let value = format!("{versions:?}");
+            let remedy = "start the job's ranks: rank 0 brings the servers to one version";
+            Err(Fault::new(FaultKind::Precondition, "version", value, "the same on all servers", remedy)
+                .into())
+        }
+    }
+}
+
+/// A job while it moves.
+struct Idle<'a> {
+    cluster: &'a Arc<Cluster>,
+    incarnation: Incarnation,
+    version: Version,
+    placement: Placement,
+}
+
+impl Idle<'_> {
+    /// The next moves of a plan. None at its end.
+    fn next(&self, plan: &mut Plan) -> Result<Option<PlacementChange>> {
+        let change = plan.all(&self.placement, Step(self.version.0));
+        if change != PlacementChange::default() {
+            return Ok(Some(change));
+        }
+        match plan.is_done() {
+            true => Ok(None),
+            false => {
+                let remedy = "ask for these servers again";
+                Err(Fault::new(FaultKind::Internal, "placement", "no move is possible", "planned", remedy)
+                    .into())
+            }
+        }
+    }
+
+    async fn change(&mut self, change: PlacementChange) -> Result<()> {
+        let (step, change) = (Step(self.version.0), PlacementChange { epoch: self.next_epoch(), ..change });
+        self.placement.check(&change, step)?;
+        // A server that is no member of all others' placements yet says nothing of one, and a next owner asks the owner
+        // before at once.
+        let gains =
+            change.moves.iter().chain(&change.replicas).map(|&(shard, to)| (self.placement.owner(shard), to));
+        let first = self.placement.servers.len() as u32;
+        let added = (first..).map(ServerId).take(change.added.len());
+        let members = || self.placement.members();
+        let late = added.chain(change.removed.iter().copied());
+        let order: Vec<_> =
+            late.flat_map(|late| members().map(move |member| (member, late))).chain(gains).collect();
+        // No gradient of a later step is under way, as in a job without delay.
+        let mut placement = self.placement.clone();
+        placement.apply(&change, step, 0);
+        self.place(placement, &order).await
+    }
+
+    /// Waits until no shard is on its way, and has the next owners asked for this version too.
+    async fn end_handovers(&mut self) -> Result<()> {
+        if self.placement.handovers.is_empty() {
+            return Ok(());
+        }
+        let next = self.version.next_step();
+        let late = |of: &longshore_proto::Handover| of.from_step > next;
+        if self.placement.handovers.iter().any(late) {
+            // A delayed job's decision counts from a later step on.
+            let mut placement = Placement { epoch: self.next_epoch(), ..self.placement.clone() };
+            placement.handovers.iter_mut().for_each(|of| of.from_step = of.from_step.min(next));
+            self.place(placement, &[]).await?;
+        }
+        self.until_arrived().await?;
+        let came = |of: &longshore_proto::Handover| match of.is_replica {
+            true => self.placement.replica(of.shard).unwrap_or_default(),
+            false => self.placement.owner(of.shard),
+        };
+        // A server forgets a shard only once the next owner keeps it durably.
+        let order: Vec<_> = self.placement.handovers.iter().map(|of| (came(of), of.before)).collect();
+        let placement =
+            Placement { epoch: self.next_epoch(), handovers: Vec::new(), ..self.placement.clone() };
+        self.place(placement, &order).await
+    }
+
+    fn next_epoch(&self) -> Epoch {
+        Epoch(self.placement.epoch.0 + 1)
+    }
+
+    /// Gives all servers a placement: of each pair in `order` the first one before the other.
+    async fn place(&mut self, placement: Placement, order: &[(ServerId, ServerId)]) -> Result<()> {
+        let mut left: Vec<ServerId> = self.cluster.servers().collect();
+        while !left.is_empty() {
+            let waits = |server: &ServerId| {
+                order.iter().any(|(first, then)| then == server && first != then && left.contains(first))
+            };
+            let (mut later, mut now): (Vec<_>, Vec<_>) = left.iter().copied().partition(waits);
+            if now.is_empty() {
+                std::mem::swap(&mut later, &mut now);
+            }
+            let calls = now
+                .into_iter()
+                .map(|server| place_on(self.cluster, server, self.incarnation, (self.version, &placement)));
+            join_all(calls).await.into_iter().collect::<Result<Vec<()>>>()?;
+            left = later;
+        }
+        self.cluster.set_placement(placement.clone());
+        self.placement = placement;
+        Ok(())
+    }
+
+    async fn until_arrived(&self) -> Result<()> {
+        let (mut since, mut before) = (host::Instant::now(), None);
+        loop {
+            let answers = self.cluster.describe_all(false, self.cluster.options.deadline).await?;
+            if answers.values().all(awaits_nothing) {
+                return Ok(());
+            }
+            let scaling = || answers.values().filter_map(|answer| answer.scaling.as_ref());
+            let fetched: u64 = scaling().map(|scaling| scaling.fetched_bytes).sum();
+            if before.replace(fetched) != Some(fetched) {
+                since = host::Instant::now();
+            }
+            if since.elapsed() > self.cluster.options.deadline {
+                let awaited: u32 = scaling().map(|scaling| scaling.awaited_shards).sum();
+                let why = scaling().map(|scaling| scaling.failure.clone()).find(|why| !why.is_empty());
+                let value = format!("{awaited} shards ({})", why.unwrap_or_else(|| "sent too slowly".into()));
+                let limit = format!("one within {} s", self.cluster.options.deadline.as_secs());
+                let remedy = "ask again once the servers reach each other; what has arrived stays";
+                return Err(Fault::new(FaultKind::Deadline, "awaited_shards", value, limit, remedy).into());
+            }
+            host::sleep(LOOK).await;
+        }
+    }
+}
