@@ -157,9 +157,20 @@ fn no_call_is_open_to_who_has_other_jobs_or_no_identity() {
 /// The calls of each role, as in docs/secure.md.
 const LOOK: [&str; 8] =
     ["ListJobs", "Describe", "DescribeInParts", "ListCheckpoints", "Export", "Pull", "AwaitDurable", "Watch"];
-const TEND: [&str; 8] =
-    ["OpenJob", "Pause", "Checkpoint", "SealCheckpoint", "DiscardCheckpoint", "Restore", "StepBack", "Fetch"];
-const TRAIN: [&str; 8] = ["Upload", "Join", "Push", "Stats", "Commit", "Leave", "Begin", "Retire"];
+const TEND: [&str; 11] = [
+    "OpenJob",
+    "Join",
+    "Begin",
+    "Retire",
+    "Pause",
+    "Checkpoint",
+    "SealCheckpoint",
+    "DiscardCheckpoint",
+    "Restore",
+    "StepBack",
+    "Fetch",
+];
+const TRAIN: [&str; 5] = ["Upload", "Push", "Stats", "Commit", "Leave"];
 /// Beside Drain, which needs an identity with all jobs.
 const OPERATE: [&str; 3] = ["Resume", "Scale", "DeleteJob"];
 
