@@ -39,6 +39,11 @@ impl Cluster {
             let most = Duration::from_millis([100, 400, 5000][sim.below(3) as usize]);
             let time = self.apart() + sim.part_of(most);
             sim.sleep(time).await;
+            // A server that is killed must know the placement that it has answered.
+            if self.has_drives() && sim.one_in(3) {
+                let server = sim.below(self.disks.len() as u64) as usize;
+                self.restart_server(server, Duration::from_millis(20)).await;
+            }
             if sim.one_in(2) {
                 sim.note(operator, || "is killed".into());
                 sim.kill(operator);
