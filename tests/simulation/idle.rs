@@ -7,11 +7,12 @@ use std::{
 
 use longshore_engine::step::Wanted;
 use longshore_proto::Rank;
-use longshore_worker::{Options, Session, Transport, error::Result, pipeline::move_idle, session::Process};
+use longshore_worker::{Session, error::Result, pipeline::move_idle};
 
 use crate::{
     Cluster,
     host::{OUTSIDE, ProcessId, lock},
+    rank::options,
 };
 
 impl Cluster {
@@ -21,16 +22,8 @@ impl Cluster {
         if self.has_replicas() || self.is_resizing.load(Relaxed) || self.is_idle.swap(true, Relaxed) {
             return;
         }
-        let processes: Vec<ProcessId> = (0..self.world_size()).map(|rank| self.newest(rank)).collect();
-        let mut stopped = Vec::new();
-        for process in processes {
-            if sim.one_in(4) {
-                sim.stop(process, true);
-                stopped.push(process);
-            } else {
-                sim.kill(process);
-            }
-        }
+        let processes = (0..self.world_size()).map(|rank| self.newest(rank)).collect();
+        let stopped = self.end_ranks(processes, 4);
         // Processes of one rank begin apart.
         sim.sleep(self.apart() + Duration::from_millis(50)).await;
         for _ in 0..1 + sim.below(2) {
@@ -74,15 +67,7 @@ impl Cluster {
     }
 
     fn operate(&self, wanted: &Wanted) -> Result<()> {
-        let options = Options {
-            transport: Transport::Tcp,
-            connections: 1,
-            deadline: Duration::from_secs(20),
-            slow_deadline: Duration::from_secs(120),
-            process: Process::default(),
-            world_size: self.world_size() as u32,
-            ..Options::new(self.members(), (*self.oracle.spec).clone(), Rank(0))
-        };
+        let options = options(self, self.members(), Rank(0), self.world_size() as u32);
         move_idle(&Session::connect(options)?, &wanted.servers, wanted.asked_micros)
     }
 }

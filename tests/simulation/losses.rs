@@ -127,7 +127,7 @@ impl Cluster {
         let (lost, servers) = self.members().into_iter().partition(|member| lost.contains(member));
         let asked_micros = self.sim.now().as_micros() as u64;
         let wanted = Wanted { servers, asked_micros, lost, ..Wanted::default() };
-        // The decision may have come beside the word.
+        // A decision may have dropped the other holder while the operator's word was on its way.
         if self.leaves_nothing(&wanted, &self.living().collect::<Vec<_>>()) {
             return;
         }

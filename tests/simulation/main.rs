@@ -209,8 +209,8 @@ impl Cluster {
             }
             cluster.sim.note(id, || format!("ends: {ended:?}"));
             let was_fenced = ended.as_ref().is_err_and(is_fenced);
-            // A process that was stopped meanwhile, or joined while a job without steps moved, may know only servers that have
-            // left.
+            // A process may know only servers that have left: it was stopped meanwhile, or joined while an operator moved
+            // the job.
             let reasons =
                 [cluster.newest(rank) != id, !lock(&cluster.operators).is_empty(), cluster.has_changed()];
             let is_late = reasons.iter().filter(|of| **of).count() > 1 || cluster.world_size() != world_size;
@@ -309,15 +309,7 @@ impl Cluster {
         let world_size = 1 + sim.below(most as u64) as usize;
         self.world_size.store(world_size, Relaxed);
         let processes: Vec<ProcessId> = (0..most).map(|rank| self.newest(rank)).collect();
-        let mut stopped = Vec::new();
-        for process in processes {
-            if sim.one_in(3) {
-                sim.stop(process, true);
-                stopped.push(process);
-            } else {
-                sim.kill(process);
-            }
-        }
+        let stopped = self.end_ranks(processes, 3);
         // Two processes of a rank begin apart.
         sim.sleep(self.apart() + Duration::from_millis(50)).await;
         sim.note(OUTSIDE, || format!("{world_size} ranks start"));
@@ -326,6 +318,20 @@ impl Cluster {
         let time = sim.part_of(self.plan.longest);
         sim.sleep(time).await;
         stopped.into_iter().for_each(|process| sim.stop(process, false));
+    }
+
+    /// Kills processes, or stops one of `part` for later. Returns the stopped ones.
+    fn end_ranks(&self, processes: Vec<ProcessId>, part: u64) -> Vec<ProcessId> {
+        let mut stopped = Vec::new();
+        for process in processes {
+            if self.sim.one_in(part) {
+                self.sim.stop(process, true);
+                stopped.push(process);
+            } else {
+                self.sim.kill(process);
+            }
+        }
+        stopped
     }
 
     fn newest(&self, rank: usize) -> ProcessId {
@@ -350,7 +356,7 @@ impl Cluster {
                 let ranks = lock(&self.ranks);
                 let Some(process) = ranks[rank].last() else { continue };
                 let before = ranks[rank].iter().rev().nth(1).map(|before| before.began);
-                // Their links may have been late at that time.
+                // Over late links, incarnations of two processes that began together may have either order.
                 let is_close = before.is_some_and(|before| process.began < before + Duration::from_secs(2));
                 if process.was_fenced && !is_close {
                     self.oracle.fail(format!("the newest process of rank {rank} was fenced"));

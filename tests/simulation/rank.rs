@@ -10,17 +10,21 @@ use longshore_worker::{
 
 use crate::{Cluster, host::ProcessId, oracle::number};
 
-/// Trains to the last step, as one of `world_size` ranks.
-pub(crate) fn run(cluster: &Arc<Cluster>, rank: usize, world_size: u32, id: ProcessId) -> Result<()> {
-    let options = Options {
+pub(crate) fn options(cluster: &Cluster, servers: Vec<String>, rank: Rank, world_size: u32) -> Options {
+    Options {
         transport: Transport::Tcp,
         connections: 1,
         deadline: Duration::from_secs(20),
         slow_deadline: Duration::from_secs(120),
         process: Process::default(),
         world_size,
-        ..Options::new(cluster.listed(), (*cluster.oracle.spec).clone(), Rank(rank as u32))
-    };
+        ..Options::new(servers, (*cluster.oracle.spec).clone(), rank)
+    }
+}
+
+/// Trains to the last step, as one of `world_size` ranks.
+pub(crate) fn run(cluster: &Arc<Cluster>, rank: usize, world_size: u32, id: ProcessId) -> Result<()> {
+    let options = options(cluster, cluster.listed(), Rank(rank as u32), world_size);
     loop {
         match train(cluster, options.clone(), id) {
             Err(error @ Error::Outdated(_)) => cluster.outdated(rank, id, &error),

@@ -232,7 +232,7 @@ impl JobHandle {
                 held_since.get_or_insert_with(Instant::now);
             }
         }
-        // A job that has just begun may have no older image.
+        // The source has no older image where the job has just begun.
         let older = OLDER_IMAGE as usize;
         let has_older = whole[older] > missing[older];
         missing[older] *= usize::from(has_older);

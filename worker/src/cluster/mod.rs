@@ -117,7 +117,12 @@ impl Cluster {
             return Ok(None);
         };
         for (number, peer) in numbers.into_iter().zip(peers) {
-            match number {
+            // The address tells the number of a member that is slow to answer.
+            let of_address = || {
+                let is_it = |of: &ServerId| placement.servers[of.0 as usize] == peer.address;
+                placement.members().find(is_it)
+            };
+            match number.or_else(of_address) {
                 Some(server) => self.add_peer(server, peer),
                 None => {
                     let (job, on) = (self.job(), placement.addresses().collect::<Vec<_>>().join(","));

@@ -16,7 +16,7 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
 use longshore_proto::{
-    Epoch, Fault, FaultKind, Incarnation, Placement, PlacementChange, ServerId, Step, Version,
+    Epoch, Fault, FaultKind, Handover, Incarnation, Placement, PlacementChange, ServerId, Step, Version,
     limits::DEFAULT_MAX_EXPOSED,
 };
 
@@ -25,7 +25,7 @@ use crate::{
     cluster::Cluster,
     error::Result,
     host,
-    rank::take,
+    rank::{take, version},
     session::{Session, place_on, take_over},
 };
 
@@ -73,9 +73,6 @@ pub fn move_idle(session: &Session, servers: &[String], asked_micros: u64) -> Re
 
 async fn common_version(cluster: &Cluster) -> Result<Version> {
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
-    let version = |answer: &longshore_wire::v1::DescribeResponse| {
-        answer.progress.as_ref().map_or(0, |progress| progress.version)
-    };
     let versions: BTreeSet<u64> = answers.values().map(version).collect();
     match versions.first() {
         Some(&version) if versions.len() == 1 => Ok(Version(version)),
@@ -116,8 +113,8 @@ impl Idle<'_> {
     async fn change(&mut self, change: PlacementChange) -> Result<()> {
         let (step, change) = (Step(self.version.0), PlacementChange { epoch: self.next_epoch(), ..change });
         self.placement.check(&change, step)?;
-        // A server that is no member of all others' placements yet says nothing of one, and a next owner asks the owner
-        // before at once.
+        // New members come last: a server alone must not stand for a placement that no old member has. Next owners come
+        // after the owners before, which they ask at once.
         let gains =
             change.moves.iter().chain(&change.replicas).map(|&(shard, to)| (self.placement.owner(shard), to));
         let first = self.placement.servers.len() as u32;
@@ -138,7 +135,7 @@ impl Idle<'_> {
             return Ok(());
         }
         let next = self.version.next_step();
-        let late = |of: &longshore_proto::Handover| of.from_step > next;
+        let late = |of: &Handover| of.from_step > next;
         if self.placement.handovers.iter().any(late) {
             // A delayed job's decision counts from a later step on.
             let mut placement = Placement { epoch: self.next_epoch(), ..self.placement.clone() };
@@ -146,7 +143,7 @@ impl Idle<'_> {
             self.place(placement, &[]).await?;
         }
         self.until_arrived().await?;
-        let came = |of: &longshore_proto::Handover| match of.is_replica {
+        let came = |of: &Handover| match of.is_replica {
             true => self.placement.replica(of.shard).unwrap_or_default(),
             false => self.placement.owner(of.shard),
         };

@@ -11,6 +11,8 @@ pub(crate) use self::{
     commits::{OwnCommit, await_durable, commit_as},
     join::fence,
     number::{begin, clock_ahead, take},
-    recover::{cause, check_not_fenced, decide_on, is_undecided, recover, version_when_running, withdraw},
+    recover::{
+        cause, check_not_fenced, decide_on, is_undecided, recover, version, version_when_running, withdraw,
+    },
     state::RankState,
 };

@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Misuse, Result, VersionsDiffer},
     host::Instant,
     push::{Gradients, open_lanes},
-    rank::{RankState, commit_as, fence, recover, take, withdraw},
+    rank::{RankState, commit_as, fence, recover, take, version, withdraw},
 };
 
 /// The job's progress as this rank begins to take part.
@@ -272,8 +272,8 @@ pub(crate) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Re
     complete_placement(cluster, fenced, incarnation).await
 }
 
-/// An operator's command that moves a job without steps may have died between two servers. The newest placement then
-/// goes to the other servers of the version, also to those that it removes: ranks would wait there for rank 0.
+/// An operator's command may have died while it moved a job without steps. The newest placement then goes to all other
+/// servers of the version. Servers that it removes are among them: ranks would wait there for rank 0.
 async fn complete_placement(
     cluster: &Cluster,
     fenced: BTreeSet<ServerId>,
@@ -285,8 +285,7 @@ async fn complete_placement(
         answers.extend(cluster.glance(server).await.ok().map(|answer| (server, answer)));
     }
     let of = |answer: &DescribeResponse| {
-        let version = answer.progress.as_ref().map_or(0, |progress| progress.version);
-        (version, answer.scaling.as_ref().map_or(1, |scaling| scaling.epoch))
+        (version(answer), answer.scaling.as_ref().map_or(1, |scaling| scaling.epoch))
     };
     let newest = answers.iter().max_by_key(|(_, answer)| of(answer));
     let Some((newest, (version, epoch))) = newest.map(|(server, answer)| (*server, of(answer))) else {

@@ -703,7 +703,8 @@ pub struct FetchRequest {
 /// codes and then its scales.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FetchResponse {
-    /// 0 to 2: master weights, first and second moments; 3: the image of the version, in a job with max_delay 1
+    /// 0 to 2: master weights, first and second moments. In a job with max_delay 1, 3: the image of the version; 4: that of the version
+    /// before, left out where there is none.
     #[prost(uint32, tag = "1")]
     pub array: u32,
     /// bytes from the array's start

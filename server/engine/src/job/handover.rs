@@ -56,8 +56,8 @@ impl Job {
         Ok(())
     }
 
-    /// Takes another placement of the current version. Undecided steps begin anew. Returns false while it cannot yet: call
-    /// again after a change.
+    /// Takes another placement of the current version. Undecided steps begin anew. Returns false while an update or a
+    /// transfer is under way: call again after a change.
     ///
     /// # Errors
     /// `Fenced` for another process than rank 0's; `Conflict` where the version is another one, or the placement not newer.
@@ -71,7 +71,7 @@ impl Job {
         placement.validate(self.share.layout.shards())?;
         let mut machine = self.protocol.machine();
         if *machine.placement() == placement {
-            // A repeated call.
+            // The first call's answer was lost.
             return Ok(machine.check_rank_zero(incarnation).map(|()| true)?);
         }
         if self.protocol.written().is_some_and(|durable| durable < machine.version())
@@ -256,8 +256,8 @@ impl Job {
         Ok(bytes)
     }
 
-    /// The same for a version that is sent from here. A job that has just begun, or was restored, may have no image of the
-    /// version before.
+    /// Bytes of each array that this server sends of a version. A job that has just begun, or was restored, may have no
+    /// image of the version before.
     pub fn sent_bytes(&self, shard: ShardId, version: Version) -> Result<HandedBytes, Fault> {
         let mut bytes = self.handed_bytes(shard)?;
         let owned = self.protocol.machine().owned_index(shard)?;

@@ -191,9 +191,9 @@ impl Machine {
         }
     }
 
-    /// Takes another placement at the current version, as an operator decides where no rank 0 is there. It counts from the
-    /// next step on, whose contributions so far are dropped. Returns false while a chunk or an update is under way, or a
-    /// shard is on its way that the placement takes for fetched.
+    /// Takes another placement at the current version, from an operator's command in place of rank 0. The placement counts
+    /// from the next step on, and contributions to that step are dropped. Returns false while a chunk or an update is under
+    /// way, or while a shard is awaited that the placement has as arrived.
     pub fn place(
         &mut self,
         incarnation: Incarnation,
@@ -232,7 +232,7 @@ impl Machine {
         let next = version.0 + 1;
         for shard in &mut self.shards {
             match (is_held(shard), placement.holds(server, shard.shard), first(shard)) {
-                // Every server has the placement before by now, and the state that it asked for.
+                // All servers have taken the placement before, and every state that it moved has arrived.
                 (true, true, None) => shard.span = 0..u64::MAX,
                 (true, true, Some(first)) if shard.awaited => shard.span.start = first,
                 (true, true, Some(_)) => {}
@@ -363,8 +363,8 @@ impl Machine {
         held.map(|(owned, step)| Work::Update { owned, step })
     }
 
-    /// Returns a frozen shard whose state is on its way for so long that `step` has to wait. No gradient slot holds such a step
-    /// up, and the source frees the state some steps later.
+    /// Returns a frozen shard that `step` has to wait for: its state has been on the way for as many steps as a trained shard
+    /// has gradient slots. A frozen shard has no gradients to hold a step up, and its source frees the state some steps later.
     pub fn lagging(&self, step: Step) -> Option<ShardId> {
         let slots = self.spec.gradient_slots() as u64;
         let lags = |shard: &&ShardProgress| {

@@ -135,7 +135,7 @@ pub(super) struct RankState {
     pub(super) incarnation: Option<Incarnation>,
     /// The process has only fenced earlier ones, and has not joined yet.
     pub(super) fence_only: bool,
-    /// The placement has changed since between two steps: the process joins with another incarnation.
+    /// The placement has changed between two steps after this process joined. The rank joins with another incarnation.
     pub(super) is_outdated: bool,
     pub(super) left: bool,
     /// The version at which it joined or fenced.
@@ -164,7 +164,7 @@ pub struct Machine {
     pub(super) placement: Placement,
     /// The placement is another one than that which this server was opened with.
     pub(super) has_moved: bool,
-    /// The placement changed since the version was decided, and rank 0 has not joined since: other ranks wait for it.
+    /// The placement changed after the version was decided, and rank 0 has not joined since. Other ranks wait for rank 0.
     pub(super) is_placed: bool,
     /// Addresses of servers that are gone for good, as an operator says.
     pub(super) lost: Vec<String>,

@@ -1,6 +1,6 @@
 //! Membership: rank processes join, fence and leave, and each event's process is checked.
 
-use longshore_proto::{Epoch, Incarnation, Rank};
+use longshore_proto::{Incarnation, Rank};
 
 use super::{
     machine::{Machine, RankState},
@@ -32,8 +32,8 @@ impl Machine {
     }
 
     /// Binds a rank to a higher incarnation, or to the incarnation that fenced it. Returns false while
-    /// the earlier process's last chunk is being written, for a rank of another world size than rank 0's, and until rank 0
-    /// has joined where the placement has changed between two steps.
+    /// the earlier process's last chunk is being written, and for a rank of another world size than rank 0's. Once the
+    /// placement has changed between two steps, other ranks wait for rank 0.
     ///
     /// `world_size` is the number of ranks that take part, as the process was started; None leaves it as it is.
     pub fn join(
@@ -45,9 +45,7 @@ impl Machine {
         let world_size = world_size.unwrap_or(self.world_size);
         self.check_world_size(rank, world_size)?;
         if self.check_taking(rank, incarnation)? && self.ranks[rank.index()].is_outdated {
-            let (version, ours) = (self.ranks[rank.index()].joined_at, self.placement.epoch);
-            let epoch = Epoch(ours.0.saturating_sub(1));
-            return Err(Refusal::OtherPlacement { version, epoch, current: self.version, ours });
+            return Err(Refusal::PlacementChanged { rank, incarnation, epoch: self.placement.epoch });
         }
         let is_bound = self.check_taking(rank, incarnation)? && !self.ranks[rank.index()].fence_only;
         if rank != Rank(0) && (world_size != self.world_size || self.is_placed) {

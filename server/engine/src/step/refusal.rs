@@ -54,6 +54,7 @@ pub enum Refusal {
     OtherResume { loss_scale: f64, earlier: f64 },
     NotDurable { step: Step, durable: Version },
     OtherPlacement { version: Version, epoch: Epoch, current: Version, ours: Epoch },
+    PlacementChanged { rank: Rank, incarnation: Incarnation, epoch: Epoch },
     OtherUpload { shard: ShardId, chunk: ChunkId, crc32: u32, earlier: u32 },
 }
 
@@ -393,6 +394,13 @@ impl From<Refusal> for Fault {
                 format!("{} at {version}", epoch.0),
                 format!("above {} at {current}", ours.0),
                 "ask for the servers again: another process has decided meanwhile",
+            ),
+            Refusal::PlacementChanged { rank, incarnation, epoch } => Fault::new(
+                Conflict,
+                "placement.epoch",
+                format!("below {}, when {rank} joined as {}", epoch.0, incarnation.0),
+                epoch.0,
+                "join with a higher incarnation, and ask for the servers again",
             ),
             Refusal::OtherUpload { shard, chunk, crc32, earlier } => Fault::new(
                 Conflict,

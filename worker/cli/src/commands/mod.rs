@@ -119,7 +119,7 @@ enum Command {
     ///
     /// The command takes rank 0, so that a trainer which is filling the job is fenced.
     Import(import::Args),
-    /// Train on other servers: shards move while training goes on
+    /// Train on other servers: shards move while training goes on, or after all ranks have ended
     Scale(scale::Args),
     /// Let a paused job go on
     Resume(admin::ResumeArgs),

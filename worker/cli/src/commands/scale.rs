@@ -1,4 +1,4 @@
-//! `longshore scale`: other servers for jobs, while their ranks train.
+//! `longshore scale`: other servers for jobs, while their ranks train or after these have ended.
 
 mod plan;
 
@@ -29,8 +29,8 @@ use crate::{
 
 /// Pause between two looks at the servers.
 const LOOK: Duration = Duration::from_millis(250);
-/// Time without any rank after which the command moves a job itself. Launchers start ranks again sooner, and ranks come back
-/// sooner to a server that was started again.
+/// Time without any rank after which the command moves a job itself. Launchers start ranks again sooner, and ranks reconnect
+/// sooner with a restarted server.
 const IDLE: Duration = Duration::from_secs(10);
 /// Time for a server to recover the job.
 const RECOVERY: Duration = Duration::from_secs(60);
@@ -109,7 +109,8 @@ impl Seen {
         self.answers.iter().flat_map(|answer| &answer.ranks).any(|rank| rank.rank == 0 && rank.watches)
     }
 
-    /// Returns true if no rank is connected with any server, and none is given up: ranks move the shards of a lost one.
+    /// Returns true if no rank is connected with any server, and no server is given up. Ranks move the shards of a lost
+    /// server.
     fn is_quiet(&self) -> bool {
         let is_there = |rank: &v1::RankStatus| rank.watches || !rank.left && !rank.transport.is_empty();
         let has_lost = self.scaling().any(|scaling| !scaling.lost.is_empty());
@@ -299,46 +300,54 @@ impl Args {
         Err(Fault::new(FaultKind::Precondition, "--remove", value, limit, remedy).into())
     }
 
-    /// Prints what was asked for, or what would move.
+    /// Prints what would move, in a dry run.
     fn say(&self, wish: &Wish, out: Output) -> anyhow::Result<()> {
-        let Wish { job, servers, plan, before, .. } = wish;
+        let Wish { job, servers, plan, .. } = wish;
         if self.dry_run {
             out.result(|| plan.object(job, servers), || plan.text(job));
-            return Ok(plan.check_fits()?);
-        }
-        if !self.wait && !before.is_quiet() {
-            let trained = before.has_rank_0();
-            let until = if trained { "" } else { " once its rank 0 trains" };
-            out.result(
-                || json!({"job": job, "servers": servers, "trained": trained}),
-                || format!("{job} moves to {}{until}: {}", servers.join(", "), plan.amount()),
-            );
+            plan.check_fits()?;
         }
         Ok(())
     }
 
-    /// Moves a job without ranks, and waits for the moves of other jobs if asked to.
+    /// Moves a job without ranks, and says or awaits the moves of any other job.
     fn fulfil(&self, wish: &Wish, out: Output) -> anyhow::Result<()> {
-        if !self.dry_run && wish.before.is_quiet() {
-            let servers = Servers::connect(&wish.before.members(), &self.target.servers.access)?;
-            let begun = Instant::now();
-            loop {
-                let seen = look(&servers, &wish.job)?;
-                if !seen.is_quiet() || begun.elapsed() > Duration::from_secs(self.patience) {
-                    break;
-                }
-                if !seen.is_idle() {
-                    thread::sleep(LOOK);
-                    continue;
-                }
-                match self.move_idle(wish, &seen, out) {
-                    // Ranks have started, and go on with the wish.
-                    Err(Error::Fenced(_)) => break,
-                    moved => return Ok(moved?),
-                }
-            }
+        if self.dry_run || wish.before.is_quiet() && self.move_quiet(wish, out)? {
+            return Ok(());
         }
-        if self.wait { self.wait(wish, out) } else { Ok(()) }
+        if self.wait {
+            return self.wait(wish, out);
+        }
+        let Wish { job, servers, plan, before, .. } = wish;
+        let trained = before.has_rank_0();
+        let until = if trained { "" } else { " once its rank 0 trains" };
+        out.result(
+            || json!({"job": job, "servers": servers, "trained": trained}),
+            || format!("{job} moves to {}{until}: {}", servers.join(", "), plan.amount()),
+        );
+        Ok(())
+    }
+
+    /// Moves a job once no rank has been connected for [`IDLE`]. Returns false if ranks have started: those go on with the
+    /// wish.
+    fn move_quiet(&self, wish: &Wish, out: Output) -> anyhow::Result<bool> {
+        let servers = Servers::connect(&wish.before.members(), &self.target.servers.access)?;
+        let (begun, seconds) = (Instant::now(), IDLE.as_secs());
+        let waiting = Progress::waiting(&format!("{}: {seconds} s without ranks", wish.job), out);
+        loop {
+            let seen = look(&servers, &wish.job)?;
+            if !seen.is_quiet() || begun.elapsed() > Duration::from_secs(self.patience) {
+                return Ok(false);
+            }
+            if seen.is_idle() {
+                drop(waiting);
+                return match self.move_idle(wish, &seen, out) {
+                    Err(Error::Fenced(_)) => Ok(false),
+                    moved => Ok(moved.map(|()| true)?),
+                };
+            }
+            thread::sleep(LOOK);
+        }
     }
 
     /// Moves a job that makes no steps, from the servers on which it was `seen`.

@@ -210,7 +210,7 @@ impl Images {
         if let Some(stored) = &self.stored {
             let (owned, bytes) = (image.owned(), &image.bytes()[..self.len(image.owned())]);
             stored.store(owned, age, 0, bytes)?;
-            // Ranks of an exact job read no older image, and a recovery finds both whole.
+            // A recovery compares both images with their checksums. Ranks of an exact job read the newest alone.
             if self.share.spec.max_delay == 0 && version.0 > 0 {
                 stored.store(owned, ImageAge::Older, 0, bytes)?;
             }

@@ -288,7 +288,8 @@ impl Durable for ShmTier {
         self.write_note(record)
     }
 
-    /// The record of the version before gives way: at any instant one of the two places is whole, and no shard is behind.
+    /// Writes the record to both places, one after the other, so that at any instant one of them is whole. No shard needs
+    /// the record of the version before.
     fn place(&self, record: &Record) -> Result<(), Fault> {
         self.write_record_at(record, record.version.next_step().version())?;
         self.write_record(record)

@@ -132,7 +132,7 @@ impl ShmTier {
         }
         let epoch = |record: &Record| record.placement.as_ref().map(|placement| placement.epoch);
         records.sort_by_key(|record| (record.version, epoch(record)));
-        // A change of the placement between two steps writes the version's record twice.
+        // Both places have the version's record after a change of the placement between two steps.
         if let [before, newest] = &records[..]
             && before.version == newest.version
         {
