@@ -10,9 +10,9 @@ use longshore_engine::step::Wanted;
 use longshore_proto::{Epoch, Version};
 
 use crate::{
-    Cluster, LONGEST,
+    Cluster, LONGEST, Process,
     host::{OUTSIDE, lock},
-    server::Server,
+    server::{Disk, Server},
 };
 
 /// Time after an operator's word in which each rank has heard of it, or has ended.
@@ -49,8 +49,9 @@ impl Cluster {
         let mut of = self.living().filter(|(server, _)| members.contains(&self.addresses[*server]));
         let has_all = of.all(|(_, server)| server.has_all(version, newest.epoch));
         let wishes = self.living().map(|(_, server)| server.wanted());
-        let wish: BTreeSet<String> =
+        let mut wish: BTreeSet<String> =
             wishes.max_by_key(|wish| wish.asked_micros).into_iter().flat_map(|wish| wish.servers).collect();
+        wish.retain(|server| lock(&self.lost).iter().all(|&lost| self.addresses[lost] != *server));
         let is_there = wish.is_empty() || members.iter().collect::<BTreeSet<_>>() == wish.iter().collect();
         !is_lost && is_there && has_all && (newest.unreplicated() == 0 || members.len() == 1)
     }
@@ -124,7 +125,9 @@ impl Cluster {
     /// Tells each server that answers which ones are lost, and that the job shall stay on the others.
     fn repeat(&self) {
         let lost: Vec<String> = lock(&self.lost).iter().map(|&lost| self.addresses[lost].clone()).collect();
-        let (lost, servers) = self.members().into_iter().partition(|member| lost.contains(member));
+        let is_unsaid = |member: &String| lock(&self.unsaid).iter().any(|&of| self.addresses[of] == *member);
+        let members = self.members().into_iter().filter(|member| !is_unsaid(member));
+        let (lost, servers) = members.partition(|member| lost.contains(member));
         let asked_micros = self.sim.now().as_micros() as u64;
         let wanted = Wanted { servers, asked_micros, lost, ..Wanted::default() };
         // A decision may have dropped the other holder while the operator's word was on its way.
@@ -171,6 +174,11 @@ impl Cluster {
             sim.note(process, || "is killed with a server".into());
             sim.kill(process);
         }
+        let others_answer =
+            lock(&self.lost).iter().filter(|&&lost| members.contains(&self.addresses[lost])).count() == 1;
+        if of.len() > 2 && others_answer && sim.one_in(3) {
+            return self.lose_alone(number, &server).await;
+        }
         match sim.below(4) {
             0 => {
                 sim.note(server.process, || "is stopped, and taken for lost".into());
@@ -204,6 +212,43 @@ impl Cluster {
             }
         };
         tokio::join!(first, second);
+        *lock(&self.may_end) = sim.now() + HEARD;
+    }
+
+    /// Loses a server that no operator speaks of, and starts it again without the job, or never.
+    async fn lose_alone(self: &Arc<Self>, number: usize, server: &Arc<Server>) {
+        let sim = &self.sim;
+        sim.note(server.process, || "is lost, and no operator says so".into());
+        lock(&self.unsaid).insert(number);
+        let (leader, begun) = (self.newest(0), sim.now());
+        let has_led = |of: &Process| of.began + Duration::from_secs(5) < begun;
+        // No rank ends. But a new rank 0 counts anew for how long the server is silent.
+        if lock(&self.ranks)[0].last().is_some_and(has_led) {
+            *lock(&self.may_end) = Duration::ZERO;
+        }
+        sim.kill(server.process);
+        let comes_back = sim.one_in(2);
+        if comes_back {
+            let time = sim.part_of(Duration::from_secs(10));
+            sim.sleep(time).await;
+            *lock(&self.disks[number]) = Disk::default();
+            self.start_server(number);
+            lock(&self.lost).remove(&number);
+        }
+        let address = &self.addresses[number];
+        let lost = Wanted { lost: vec![address.clone()], ..Wanted::default() };
+        let has_job = || comes_back && lock(&self.servers)[number].placement().is_some();
+        while self.members().contains(address) && !has_job() {
+            sim.sleep(Duration::from_millis(200)).await;
+            self.launch_again();
+            if self.newest(0) != leader {
+                *lock(&self.may_end) = sim.now() + LONGEST;
+            }
+            if self.leaves_nothing(&lost, &self.living().collect::<Vec<_>>()) {
+                return;
+            }
+        }
+        lock(&self.unsaid).remove(&number);
         *lock(&self.may_end) = sim.now() + HEARD;
     }
 

@@ -98,6 +98,8 @@ struct Cluster {
     operators: Mutex<Vec<ProcessId>>,
     /// Servers that are lost, or taken for lost.
     lost: Mutex<BTreeSet<usize>>,
+    /// Those of them that no operator speaks of: rank 0 gives them up.
+    unsaid: Mutex<BTreeSet<usize>>,
     /// The last state of a shard is lost, together with a rank.
     is_beyond: AtomicBool,
     /// The placement's epoch when the end of a job with replicas was set: each shard had two holders.
@@ -147,6 +149,7 @@ impl Cluster {
             is_idle: AtomicBool::new(false),
             operators: Mutex::default(),
             lost: Mutex::default(),
+            unsaid: Mutex::default(),
             is_beyond: AtomicBool::new(false),
             whole_at: Mutex::default(),
             may_end: Mutex::default(),
@@ -244,10 +247,8 @@ impl Cluster {
     /// Checks that servers know since which version a process has made all gradients.
     fn has_joined(&self, rank: Rank, joined: &Joined) {
         let members = self.members();
-        let servers = lock(&self.servers).clone();
-        let takes_part = |(_, address): &(&Arc<Server>, &String)| members.contains(address);
-        let servers = servers.iter().zip(&self.addresses).filter(takes_part);
-        for at in servers.filter_map(|(server, _)| server.joined_at(rank, joined.incarnation)) {
+        let servers = self.living().filter(|(server, _)| members.contains(&self.addresses[*server]));
+        for at in servers.filter_map(|(_, server)| server.joined_at(rank, joined.incarnation)) {
             // After a step back a server may know a later version, which asks for no gradient that was not made.
             if at < joined.version {
                 self.oracle.fail(format!("{rank} has joined at {}, but a server knows {at}", joined.version));

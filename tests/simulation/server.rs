@@ -458,6 +458,7 @@ impl Server {
                 self.until_durable(Version(version), wire::deadline(deadline_ms)?).await?;
                 tell(outgoing, &v1::AwaitDurableResponse {}).await
             }
+            "Scale" => tell(outgoing, &self.scale(one(incoming).await?)?).await,
             "StepBack" => tell(outgoing, &self.step_back(one(incoming).await?).await?).await,
             "Leave" => {
                 let v1::LeaveRequest { rank, incarnation, .. } = one(incoming).await?;
@@ -562,6 +563,7 @@ impl Server {
         if let Some(change) = commit.placement.as_mut().filter(|_| self.oracle.has(Plant::LossForgotten)) {
             change.lost.clear();
         }
+        let has_lost = commit.placement.as_ref().is_some_and(|change| !change.lost.is_empty());
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let step = commit.step;
         if let Some(report) = request.report.as_ref().filter(|report| !report.scaling.is_empty()) {
@@ -593,6 +595,12 @@ impl Server {
                 work => work?,
             };
             instance.works.extend(work);
+            if has_lost {
+                let Instance { wanted, machine, .. } = &mut *instance;
+                wanted.forget_losses(machine.placement());
+                let works = machine.lose(wanted.lost.clone());
+                instance.works.extend(works);
+            }
             self.lend(instance);
             self.fetch_awaited(instance);
             let duplicate = instance.machine.version() == before;

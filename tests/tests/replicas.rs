@@ -42,6 +42,13 @@ fn give_up(living: &Longshored, lost: &str, more: &[&str]) -> Output {
     longshore([&asked[..], more].concat())
 }
 
+/// Waits until the job is on these servers alone, and each shard has two holders: then a wish for them is fulfilled.
+fn until_replicated(servers: &[String]) {
+    let wish = ["scale", "--job", "default", "--servers", &servers[0], "--to", &servers.join(","), "--wait"];
+    let said = longshore(wish);
+    assert_eq!(said.code, 0, "{said:?}");
+}
+
 #[test]
 fn a_delayed_job_of_two_ranks_outlives_one_of_two_servers() {
     let train = replicated(STEPS, 2, &DELAYED);
@@ -91,15 +98,42 @@ fn servers_of_a_delayed_job_are_lost_one_after_the_other() {
                 running
                     .insert(rank, train.args(["--replicas", "2"]).start_with(["--rank", &rank.to_string()]));
             }
-            // Fulfilled once every shard has two holders again.
-            let living = server::addresses(&servers).join(",");
-            let wish =
-                ["scale", "--job", "default", "--servers", servers[0].address(), "--to", &living, "--wait"];
-            let said = longshore(wish);
-            assert_eq!(said.code, 0, "{said:?}");
+            until_replicated(&server::addresses(&servers));
         }
         assert_eq!(Run::of_ranks(running).end.state_hash, expected);
     }
+}
+
+/// No operator acts. Rank 0 gives up a server that was started again without its state, and the job comes back to it. Then
+/// another server dies for good with rank 0, whose next process gives it up.
+#[test]
+fn a_job_outlives_servers_that_no_operator_speaks_of() {
+    let train = replicated(soak::pick(300, 2500), 2, &DELAYED).args(["--deadline-s", "15"]);
+    let train = train.allow("still waiting for a server").allow("not given up yet");
+    let expected = undisturbed(&train);
+    let mut random = Random::new();
+    let mut servers = server::servers(3, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let mut running = start(&train.clone().servers(&addresses), 2);
+    for _ in 0..soak::pick(2, 20) {
+        running[0].until_steps(1 + random.below(10));
+        spin(random.part_of(Duration::from_millis(50)));
+        servers[random.below(3) as usize].kill_and_restart();
+        while job_status(&addresses).servers.len() == 3 {
+            running[0].until_steps(1);
+        }
+        while job_status(&addresses).servers.len() < 3 {
+            running[0].until_steps(1);
+        }
+        until_replicated(&addresses);
+    }
+    drop(servers.remove(random.below(3) as usize));
+    drop(running.remove(0).kill());
+    let train = train.servers(&addresses).args(["--replicas", "2"]);
+    running.insert(0, train.start_with(["--rank", "0"]));
+    running[0].until_steps(5);
+    assert_eq!(job_status(&server::addresses(&servers)).servers.len(), 2);
+    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
 }
 
 /// A wish moves owners and replicas, and drops the replicas where one server is left.
@@ -194,10 +228,7 @@ fn a_delayed_job_outlives_flipped_bits() {
         running[0].until_steps(1 + random.below(10));
         flip_a_bit(&servers, of, &mut running[0], &mut random);
         running[0].until_steps(10);
-        let wish =
-            ["scale", "--job", "default", "--servers", &addresses[0], "--to", &addresses.join(","), "--wait"];
-        let said = longshore(wish);
-        assert_eq!(said.code, 0, "{said:?}");
+        until_replicated(&addresses);
         let log = server.process.stderr();
         assert!(log.contains("has flipped in this server's memory") && log.contains("of shard "), "{log}");
         let metrics = http::metrics(&http::address(server));

@@ -74,6 +74,13 @@ impl JobHandle {
         self.job.protocol.notify();
     }
 
+    /// Forgets the words on lost servers that a decision has taken out of the job: their addresses may come back.
+    pub(crate) fn forget_losses(&self) {
+        let mut known = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        known.forget_losses(&self.job.placement());
+        self.perform(self.job.lose(known.lost.clone()));
+    }
+
     /// Returns the elements of this server's shards, padding included.
     pub(crate) fn elements(&self) -> u64 {
         let owned = self.job.owned_at(self.job.progress().version.next_step());

@@ -148,8 +148,12 @@ impl Admin for Services {
     }
 
     async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
+        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("Scale", "", fault))?;
         let request = permitted(request)?;
         let job = request.job.clone();
+        if !request.servers.is_empty() {
+            caller.permit_wish().map_err(|fault| refuse("Scale", &job, fault))?;
+        }
         self.scale_job(request).map_err(|fault| refuse("Scale", &job, fault))?;
         Ok(Response::new(v1::ScaleResponse {}))
     }
@@ -217,7 +221,10 @@ impl Services {
         let is_named =
             |(index, address): (usize, &String)| !address.is_empty() && !servers[..index].contains(address);
         let most = MAX_SERVERS.min(handle.job.layout().shards() as usize);
-        if servers.is_empty() || servers.len() > most || !servers.iter().enumerate().all(is_named) {
+        // A word on lost servers is no wish.
+        let is_word = servers.is_empty() && !request.lost.is_empty();
+        if servers.is_empty() && !is_word || servers.len() > most || !servers.iter().enumerate().all(is_named)
+        {
             let limit = format!("1 to {most} addresses, each once: a server owns a shard at least");
             return Err(Fault::invalid(
                 "servers",
@@ -235,7 +242,8 @@ impl Services {
         if request.max_exposed != 0.0 {
             check_max_exposed(request.max_exposed)?;
         }
-        let v1::ScaleRequest { asked_micros, lost, max_exposed, .. } = request;
+        let v1::ScaleRequest { lost, max_exposed, .. } = request;
+        let asked_micros = if is_word { 0 } else { request.asked_micros };
         let wanted = Wanted { servers, asked_micros, max_exposed, lost, words: 0 };
         let mut then = handle.wanted();
         then.take(wanted.clone(), &handle.job.placement());
@@ -254,7 +262,7 @@ impl Services {
         if request.check {
             return Ok(());
         }
-        tracing::info!(job = request.job, servers = ?wanted.servers, "other servers are wanted");
+        tracing::info!(job = request.job, servers = ?wanted.servers, lost = ?wanted.lost, "other servers are wanted");
         handle.want(wanted);
         Ok(())
     }

@@ -11,7 +11,8 @@ use longshore_engine::{
     tier::StoredJob,
 };
 use longshore_proto::{
-    Commit, Fault, FaultKind, JobName, JobSpec, Origin, Placement, Rank, ServerId, Version, limits::PROTOCOL,
+    Commit, Fault, FaultKind, JobName, JobSpec, Origin, Placement, PlacementChange, Rank, ServerId, Version,
+    limits::PROTOCOL,
 };
 use longshore_wire::{
     self as wire, Wire,
@@ -281,7 +282,10 @@ impl Services {
             let job = Arc::clone(&handle.job);
             tokio::task::spawn_blocking(move || job.free_handed());
         }
-        if let Some(removed) = change.map(|change| change.removed) {
+        if let Some(PlacementChange { removed, lost, .. }) = change {
+            if !lost.is_empty() {
+                handle.forget_losses();
+            }
             handle.fetch_awaited(self.tls_dir.as_deref());
             if removed.contains(&handle.job.server()) {
                 tokio::spawn(retire_late(Arc::clone(&self.jobs), Arc::downgrade(&handle)));

@@ -7,7 +7,7 @@ use longshore_proto::{Fault, FaultKind, JobName};
 use longshore_wire::direct::Connection;
 
 use super::{
-    calls::{Call, Scope, TEND},
+    calls::{Call, OPERATE, Scope, TEND},
     identities::{Credential, Identities, Identity, Role},
     register::Register,
 };
@@ -115,11 +115,20 @@ impl Caller {
 
     /// Checks that the caller may read optimizer state, beside the weights that every reader may read.
     pub(crate) fn permit_state(&self) -> Result<(), Fault> {
+        self.permit_for(TEND, "Export with state")
+    }
+
+    /// Checks that the caller may ask for other servers. A rank may say that some are lost.
+    pub(crate) fn permit_wish(&self) -> Result<(), Fault> {
+        self.permit_for(OPERATE, "Scale with servers")
+    }
+
+    fn permit_for(&self, roles: &[Role], call: &str) -> Result<(), Fault> {
         let Who::Listed { register, credential } = &self.0.who else { return Ok(()) };
         let known = register.now();
         let identity =
             known.identities.find(credential).ok_or_else(|| unlisted(&known.identities, credential))?;
-        check_role(identity, TEND, "Export with state")
+        check_role(identity, roles, call)
     }
 
     /// Returns the owner of jobs that the caller opens. None without identities.

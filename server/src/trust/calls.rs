@@ -28,7 +28,8 @@ const ALL: &[Role] = &[Reader, Worker, Operator];
 const TRAIN: &[Role] = &[Worker];
 /// Roles that may read and write a job's state.
 pub(super) const TEND: &[Role] = &[Worker, Operator];
-const OPERATE: &[Role] = &[Operator];
+/// Roles that decide on which servers a job is, and whether it stays.
+pub(super) const OPERATE: &[Role] = &[Operator];
 
 const fn call(path: &'static str, roles: &'static [Role]) -> Call {
     Call { path, roles, scope: Scope::Job, audited: false }
@@ -59,7 +60,7 @@ static CALLS: &[Call] = &[
     act("/longshore.v1.Admin/Restore", TEND),
     act("/longshore.v1.Admin/StepBack", TEND),
     act("/longshore.v1.Admin/Resume", OPERATE),
-    act("/longshore.v1.Admin/Scale", OPERATE),
+    act("/longshore.v1.Admin/Scale", TEND),
     act("/longshore.v1.Admin/DeleteJob", OPERATE),
     Call { path: "/longshore.v1.Admin/Drain", roles: OPERATE, scope: Scope::AllJobs, audited: true },
     call("/longshore.v1.Tensors/Push", TRAIN),

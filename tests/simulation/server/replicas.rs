@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use longshore_engine::{ids::OwnedShard, step::Wanted};
-use longshore_proto::{Epoch, Fault, ShardId, Version};
+use longshore_proto::{Epoch, Fault, FaultKind, ShardId, Version};
+use longshore_wire::v1;
 
 use super::{Instance, Server};
 use crate::oracle::Plant;
@@ -20,6 +21,19 @@ impl Server {
         });
         self.moved();
         kept.is_ok()
+    }
+
+    /// Takes a rank's word that servers are lost.
+    pub(super) fn scale(&self, request: v1::ScaleRequest) -> Result<v1::ScaleResponse, Fault> {
+        let wanted = Wanted { lost: request.lost, ..Wanted::default() };
+        if let Some(shard) = self.last_after(wanted.clone()) {
+            let value = format!("{:?}, with the last of {shard}", wanted.lost);
+            return Err(Fault::new(FaultKind::Precondition, "lost", value, "held by others too", "restore"));
+        }
+        match request.check || self.want(&wanted) {
+            true => Ok(v1::ScaleResponse {}),
+            false => Err(self.absent()),
+        }
     }
 
     /// The word of operators on this server, as it is kept.

@@ -50,6 +50,11 @@ fn roles_and_jobs_are_checked() {
         (&reader, &["delete", "--job", "default"][..], "reader, which is reader"),
         (&worker, &["delete", "--job", "default"], "worker, which is worker"),
         (&worker, &["drain"], "operator for Drain"),
+        (
+            &worker,
+            &["scale", "--job", "default", "--to", server.address()],
+            "operator for Scale with servers",
+        ),
         (&reader, &["step-back", "--version", "3"], "worker or operator for StepBack"),
         (&elsewhere, &["delete", "--job", "default"], "elsewhere, with the jobs team-b-*"),
         (&elsewhere, &["drain"], "one with all jobs (*) for Drain"),
@@ -157,7 +162,7 @@ fn no_call_is_open_to_who_has_other_jobs_or_no_identity() {
 /// The calls of each role, as in docs/secure.md.
 const LOOK: [&str; 8] =
     ["ListJobs", "Describe", "DescribeInParts", "ListCheckpoints", "Export", "Pull", "AwaitDurable", "Watch"];
-const TEND: [&str; 11] = [
+const TEND: [&str; 12] = [
     "OpenJob",
     "Join",
     "Begin",
@@ -168,11 +173,12 @@ const TEND: [&str; 11] = [
     "DiscardCheckpoint",
     "Restore",
     "StepBack",
+    "Scale",
     "Fetch",
 ];
 const TRAIN: [&str; 5] = ["Upload", "Push", "Stats", "Commit", "Leave"];
 /// Beside Drain, which needs an identity with all jobs.
-const OPERATE: [&str; 3] = ["Resume", "Scale", "DeleteJob"];
+const OPERATE: [&str; 2] = ["Resume", "DeleteJob"];
 
 /// Returns the server's description of the job, with the hash of its state.
 async fn state(channel: &Channel) -> DescribeResponse {

@@ -1,6 +1,6 @@
 //! Calls servers. A failed transport leads to another attempt; a server's fault becomes the most specific `Error`.
 
-use std::{future::Future, time::Duration};
+use std::{future::Future, sync::atomic::Ordering::Relaxed, time::Duration};
 
 use futures_util::future::{Either, join_all, select, try_join_all};
 use longshore_proto::{
@@ -23,6 +23,8 @@ use crate::{
     host::{self, Instant},
 };
 
+/// Field of the fault of a server that was started again, and holds nothing of a job that others have.
+pub(super) const FORGOTTEN: &str = "state";
 /// The longest wait of a call whose caller has other work.
 const GLANCE: Duration = Duration::from_secs(2);
 
@@ -72,7 +74,7 @@ impl Cluster {
             let (peer, begun) = (&self.peers[server], Instant::now());
             let fault = match host::timeout_at(end, request(peer.clone())).await {
                 Ok(Ok(response)) => return Ok(response.into_inner()),
-                Ok(Err(status)) => fault_from_status(&status, &peer.address),
+                Ok(Err(status)) => self.fault(server, &status),
                 // The last refusal says more than the time.
                 Err(_) => refused.take().unwrap_or_else(|| {
                     let value = format!("unanswered after {deadline:?}");
@@ -97,6 +99,23 @@ impl Cluster {
             tracing::debug!(server = peer.address, call, %fault, "the call failed, trying again");
             refused = Some(fault);
         }
+    }
+
+    /// Returns the fault of a server's answer. A server without the job was started again. It counts as silent where others
+    /// have its shards: rank 0 gives it up.
+    pub(crate) fn fault(&self, server: ServerId, status: &Status) -> Fault {
+        let fault = fault_from_status(status, self.address(server));
+        let is_gone = fault.kind == FaultKind::NotFound && fault.field == "job";
+        if !is_gone || self.spec().replicas == 1 || !self.trained.load(Relaxed) {
+            return fault;
+        }
+        let placement = self.placement();
+        let is_member = placement.members().any(|member| member == server);
+        if !is_member || placement.last_of(&[server]).is_some() {
+            return fault;
+        }
+        let (limit, remedy) = ("still known there", "rank 0 gives the server up");
+        Fault::new(FaultKind::Unavailable, FORGOTTEN, self.job(), limit, remedy)
     }
 
     /// Maps a server's fault to the most specific error.
@@ -136,24 +155,27 @@ impl Cluster {
     where
         Act: Future<Output = Result<T>>,
     {
+        let servers = self.servers();
+        let answers = servers.clone().map(|server| self.unless_lost(server, act(server)));
+        let answers = servers.zip(try_join_all(answers).await?);
+        Ok(answers.filter_map(|(server, answer)| Some((server, answer?))).collect())
+    }
+
+    /// Awaits a server's answer. None: the server is given up.
+    pub(crate) async fn unless_lost<T>(
+        &self,
+        server: ServerId,
+        answer: impl Future<Output = Result<T>>,
+    ) -> Result<Option<T>> {
         if self.spec().replicas == 1 {
-            let servers = self.servers();
-            let answers = try_join_all(servers.clone().map(act)).await?;
-            return Ok(servers.zip(answers).collect());
+            return answer.await.map(Some);
         }
-        let of = |server| {
-            let answer = act(server);
-            async move {
-                let (answer, left) = (std::pin::pin!(answer), std::pin::pin!(self.left(server)));
-                match select(answer, left).await {
-                    Either::Left((Ok(answer), _)) => Ok(Some((server, answer))),
-                    Either::Left((Err(error), _)) if !self.has_left(server) => Err(error),
-                    _ => Ok(None),
-                }
-            }
-        };
-        let answers = try_join_all(self.servers().map(of)).await?;
-        Ok(answers.into_iter().flatten().collect())
+        let (answer, left) = (std::pin::pin!(answer), std::pin::pin!(self.left(server)));
+        match select(answer, left).await {
+            Either::Left((Ok(answer), _)) => Ok(Some(answer)),
+            Either::Left((Err(error), _)) if !self.has_left(server) => Err(error),
+            _ => Ok(None),
+        }
     }
 
     /// Runs `act` on every server concurrently, and waits for each to end, whether others fail or not.

@@ -10,11 +10,14 @@ use futures_util::future::join_all;
 use longshore_proto::{
     Epoch, Fault, FaultKind, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, Version,
 };
-use longshore_wire::{Wire, fault_from_status, v1::DescribeRequest};
+use longshore_wire::{
+    Wire, fault_from_status,
+    v1::{DescribeRequest, DescribeResponse, Phase},
+};
 use tokio::sync::Notify;
 use tonic::{Code, Status};
 
-use super::{Backoff, Cluster, Peer, call::recovers, peer::whole};
+use super::{Backoff, ByServer, Cluster, Peer, call::recovers, peer::whole};
 use crate::{
     error::{Outdated, Result},
     host::{self, Instant},
@@ -34,11 +37,14 @@ struct State {
     connected: Vec<ServerId>,
     /// Servers that are gone for good, as an operator says. A decision of rank 0 will say so too.
     lost: BTreeSet<ServerId>,
+    /// A server that rank 0 has given up runs again, without the job.
+    is_back: bool,
 }
 
 impl Members {
     pub(super) fn new(placement: Placement, connected: Vec<ServerId>) -> Members {
-        let state = State { placement: Arc::new(placement), connected, lost: BTreeSet::new() };
+        let (placement, lost, is_back) = (Arc::new(placement), BTreeSet::new(), false);
+        let state = State { placement, connected, lost, is_back };
         Members { state: RwLock::new(state), changed: Notify::new() }
     }
 
@@ -123,13 +129,22 @@ impl Cluster {
         self.members.give_up(addresses);
     }
 
-    /// Asks every server which ones an operator has given up: one that was given up itself may not know. Returns true if
-    /// all others answer.
-    pub(crate) async fn hear_of_losses(&self) -> bool {
+    /// Asks every server which ones are given up: one that was given up itself may not know. Returns the answers.
+    pub(crate) async fn hear_of_losses(&self) -> ByServer<Result<DescribeResponse>> {
         let answers = self.on_each(|server| self.glance(server)).await;
         let scaling = answers.values().flatten().filter_map(|answer| answer.scaling.as_ref());
         self.give_up(&scaling.flat_map(|scaling| scaling.lost.clone()).collect::<Vec<_>>());
-        answers.iter().all(|(server, answer)| answer.is_ok() || self.has_left(server))
+        answers
+    }
+
+    /// Notes that a server that rank 0 has given up runs again, without the job.
+    pub(super) fn came_back(&self) {
+        self.members.change(|state| state.is_back = true);
+    }
+
+    /// Returns true once after a server came back: the job may have it again.
+    pub(crate) fn takes_back(&self) -> bool {
+        self.members.change(|state| std::mem::take(&mut state.is_back))
     }
 
     /// The servers that are given up, and that no decision says to be lost yet.
@@ -315,7 +330,7 @@ pub(super) async fn discover(
             if answers.iter().any(|answer| answer.as_ref().is_err_and(recovers)) { recovered } else { end };
         if is_known || answers.iter().all(Result::is_ok) {
             let answers: Vec<_> = answers.into_iter().map(|answer| answer.ok().flatten()).collect();
-            let has_lost = answers.iter().flatten().any(|seen| seen.has_lost);
+            let has_lost = answers.iter().flatten().any(|seen| !seen.lost.is_empty());
             let farthest = (0..peers.len()).filter(|&at| answers[at].is_some()).max_by_key(|&at| {
                 answers[at].as_ref().map(|seen| (seen.version, seen.epoch, seen.changed))
             })?;
@@ -335,28 +350,31 @@ pub(super) async fn discover(
 }
 
 /// A server's word on a job.
-struct Seen {
-    version: Version,
+pub(super) struct Seen {
+    pub(super) version: Version,
     server: ServerId,
     /// The placement's epoch, where the job's servers may have changed.
-    epoch: Epoch,
-    changed: bool,
-    /// An operator has given servers up.
-    has_lost: bool,
+    pub(super) epoch: Epoch,
+    pub(super) changed: bool,
+    /// The server waits for weights.
+    pub(super) is_loading: bool,
+    /// Addresses of servers that are given up.
+    pub(super) lost: Vec<String>,
 }
 
 /// Asks a server for a job. None: the job is not there.
-async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Fault> {
+pub(super) async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Fault> {
     let request = DescribeRequest { job: job.into(), brief: true, ..Default::default() };
     let asked = host::timeout(GLANCE, async { peer.admin().describe(request).await }).await;
     match asked.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer"))) {
         Ok(answer) => {
             let answer = answer.into_inner();
-            let version = Version(answer.progress.map_or(0, |progress| progress.version));
+            let progress = answer.progress.unwrap_or_default();
+            let (version, is_loading) = (Version(progress.version), progress.phase() == Phase::Loading);
             let (server, changed) = (ServerId(answer.server), answer.scaling.is_some());
             let scaling = answer.scaling.unwrap_or_default();
-            let (epoch, has_lost) = (Epoch(scaling.epoch), !scaling.lost.is_empty());
-            Ok(Some(Seen { version, server, epoch, changed, has_lost }))
+            let (epoch, lost) = (Epoch(scaling.epoch), scaling.lost);
+            Ok(Some(Seen { version, server, epoch, changed, is_loading, lost }))
         }
         Err(status) if matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded) => {
             Err(fault_from_status(&status, &peer.address))
@@ -365,23 +383,12 @@ async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Fault
     }
 }
 
-/// The addresses of servers that are gone for good, as an operator has told these servers of the job.
-pub(super) async fn lost_servers(job: &str, peers: &[Peer]) -> Vec<String> {
-    let request = || DescribeRequest { job: job.into(), brief: true, ..Default::default() };
-    let ask = |peer: &Peer| {
-        let asked = peer.clone();
-        host::timeout(GLANCE, async move { asked.admin().describe(request()).await })
-    };
-    let answers = join_all(peers.iter().map(ask)).await.into_iter().flatten().flatten();
-    answers.filter_map(|answer| answer.into_inner().scaling).flat_map(|scaling| scaling.lost).collect()
-}
-
 async fn changed_placement(peer: &Peer, job: &str) -> Option<Placement> {
     seen(peer, job).await.ok()?.filter(|seen| seen.changed)?;
     placement_of(peer, job).await.filter(|placement| placement.epoch > Epoch(1))
 }
 
-async fn placement_of(peer: &Peer, job: &str) -> Option<Placement> {
+pub(super) async fn placement_of(peer: &Peer, job: &str) -> Option<Placement> {
     let request = DescribeRequest { job: job.into(), ..Default::default() };
     let answer = whole(peer.admin(), request).await.ok()?.into_inner();
     Placement::from_wire(answer.placement).ok()

@@ -3,6 +3,8 @@
 mod address;
 mod by_server;
 mod call;
+mod connect;
+mod losses;
 mod members;
 mod options;
 mod pace;
@@ -12,11 +14,13 @@ mod retry;
 mod runtime;
 mod waits;
 
-use std::sync::{Arc, atomic::AtomicU64};
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU64},
+};
 
-use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{JobName, JobSpec, Layout, ServerId};
-use longshore_wire::{frame::keep_buffers, local, tls::Credentials};
+use longshore_wire::{frame::keep_buffers, tls::Credentials};
 
 pub use self::{
     address::Address,
@@ -26,22 +30,14 @@ pub use self::{
 };
 pub(crate) use self::{
     by_server::{ByServer, Met},
+    losses::Losses,
     peer::Peer,
     retry::{Backoff, renewed},
     runtime::{Ended, Task},
     waits::Impatience,
 };
-use self::{
-    members::{GLANCE, Members, discover, lost_servers},
-    pace::Pace,
-    patience::Troubles,
-    runtime::Runtime,
-    waits::Waits,
-};
-use crate::{
-    error::{Misuse, Result},
-    host::Instant,
-};
+use self::{members::Members, pace::Pace, patience::Troubles, runtime::Runtime, waits::Waits};
+use crate::error::{Misuse, Result};
 
 /// A job's servers. Every call of a session goes through its `Cluster`.
 pub(crate) struct Cluster {
@@ -50,6 +46,8 @@ pub(crate) struct Cluster {
     members: Members,
     /// The incarnation that this process joined as; 0 before.
     pub(crate) incarnation: Arc<AtomicU64>,
+    /// True once a pipeline has begun. From then on a server that waits for weights has lost the job's state.
+    pub(crate) trained: Arc<AtomicBool>,
     peers: Met<Peer>,
     credentials: Option<Credentials>,
     pace: Option<Pace>,
@@ -80,13 +78,14 @@ impl Cluster {
         let servers = options.servers.clone();
         let connected = (0..servers.len() as u32).map(ServerId).collect();
         let (troubles, waits) = (Troubles::default(), Waits::new(&options));
-        let (members, incarnation) = (Members::new(placement, connected), Arc::default());
-        let peers = Met::default();
+        let members = Members::new(placement, connected);
+        let (incarnation, trained, peers) = Default::default();
         let mut cluster = Cluster {
             options,
             layout,
             members,
             incarnation,
+            trained,
             peers,
             credentials,
             pace,
@@ -98,76 +97,6 @@ impl Cluster {
             cluster.members = members.unwrap_or(cluster.members);
             cluster
         })
-    }
-
-    /// Connects with the listed servers; then, if the job's servers have changed since it was opened, with those.
-    async fn connect_all(&self, servers: &[String]) -> Result<Option<Members>> {
-        let start = Instant::now();
-        let time = (start, start + self.options.deadline);
-        let (lost, servers) = self.lost_of(servers, start).await;
-        let peers = try_join_all(servers.iter().map(|(_, address)| self.dial(address, time))).await?;
-        let ends = (time.1, start + self.options.slow_deadline);
-        let Some((placement, numbers)) = discover(self.job().as_str(), &peers, ends).await else {
-            servers.into_iter().zip(peers).for_each(|((server, _), peer)| self.add_peer(server, peer));
-            self.give_up(&lost);
-            // The first placement may not allow these losses: then a newer one exists, and its answer was lost.
-            for server in self.servers() {
-                self.meet(server, &self.placement().servers[server.0 as usize]).await?;
-            }
-            return Ok(None);
-        };
-        for (number, peer) in numbers.into_iter().zip(peers) {
-            // The address tells the number of a member that is slow to answer.
-            let of_address = || {
-                let is_it = |of: &ServerId| placement.servers[of.0 as usize] == peer.address;
-                placement.members().find(is_it)
-            };
-            match number.or_else(of_address) {
-                Some(server) => self.add_peer(server, peer),
-                None => {
-                    let (job, on) = (self.job(), placement.addresses().collect::<Vec<_>>().join(","));
-                    let named = &peer.address;
-                    tracing::warn!(
-                        "job {job} is on {on}, and not on {named}: `longshore scale --servers {on} --job {job} --add {named}` takes it \
-                         there while it trains"
-                    );
-                }
-            }
-        }
-        let members =
-            placement.members().filter(|server| !lost.contains(&placement.servers[server.0 as usize]));
-        let connected: Vec<ServerId> = members.collect();
-        for &server in &connected {
-            self.meet(server, &placement.servers[server.0 as usize]).await?;
-        }
-        let members = Members::new(placement, connected);
-        members.give_up(&lost);
-        Ok(Some(members))
-    }
-
-    /// Returns the addresses of servers that are gone for good, as reachable ones say, and the others with the numbers that
-    /// they have in a job that was never moved. Without replicas no server may be gone.
-    async fn lost_of(&self, servers: &[String], start: Instant) -> (Vec<String>, Vec<(ServerId, String)>) {
-        let numbered = || (0..).map(ServerId).zip(servers.iter().cloned());
-        if self.spec().replicas == 1 {
-            return (Vec::new(), numbered().collect());
-        }
-        let soon = (start, start + GLANCE);
-        let reached = join_all(servers.iter().map(|address| self.dial(address, soon))).await;
-        let peers: Vec<Peer> = reached.into_iter().filter_map(Result::ok).collect();
-        let lost = lost_servers(self.job().as_str(), &peers).await;
-        (lost.clone(), numbered().filter(|(_, address)| !lost.contains(address)).collect())
-    }
-
-    /// Connects with a server, retrying until the end of `time`.
-    pub(crate) async fn dial(&self, address: &str, time: (Instant, Instant)) -> Result<Peer> {
-        let connections = self.options.connections;
-        // Calls of a server in this process run on this session's threads, which a caller's runtime need not have.
-        let may_be_here = self.options.transport.may_share() && self.pace.is_none() && self.runtime.is_own();
-        if let Some(channel) = local::channel(address).filter(|_| may_be_here) {
-            return Ok(Peer::without_sockets(address, connections, || channel.clone()));
-        }
-        Peer::connect(address, self.credentials.as_ref(), connections, self.pace.as_ref(), time).await
     }
 
     pub(crate) fn spec(&self) -> &JobSpec {

@@ -303,15 +303,20 @@ impl Moves {
         let placement = self.cluster.placement();
         // A server that is leaving cannot be opened anew.
         let is_free = self.plan.is_none() && self.preparing.is_none() && self.retiring.is_empty();
+        if !is_free || Instant::now() < self.not_before || !placement.is_settled(Version(step.0 - 1)) {
+            return;
+        }
+        if self.cluster.takes_back() {
+            self.reached = 0;
+        }
         let is_wish = asked_micros > self.reached && !servers.is_empty();
-        let servers = if is_wish { servers } else { without_replicas(&placement) };
+        // Replicas do not wait for a server that is wanted and cannot be opened.
+        let unreplicated = without_replicas(&placement);
+        let is_wish = is_wish && (self.obstacle.is_empty() || unreplicated.is_empty());
+        let servers = if is_wish { servers } else { unreplicated };
         let is_said = is_wish && max_exposed > 0.0;
         let max_exposed = if is_said { max_exposed } else { DEFAULT_MAX_EXPOSED };
-        if is_free
-            && !servers.is_empty()
-            && Instant::now() >= self.not_before
-            && placement.is_settled(Version(step.0 - 1))
-        {
+        if !servers.is_empty() {
             let (cluster, incarnation) = (Arc::clone(&self.cluster), self.rank.incarnation().0);
             let mut unused = std::mem::take(&mut self.unused);
             unused.retain(|added| !servers.contains(&added.peer.address));
@@ -378,7 +383,10 @@ impl Moves {
             return Ok(None);
         }
         let change = leaving(&self.cluster, &plan.wanted).await?;
-        self.reached = plan.asked;
+        // Shards that lost their replica get another one also while the wish waits for a server.
+        if self.wanted.borrow().servers.iter().all(|server| plan.wanted.contains(server)) {
+            self.reached = plan.asked;
+        }
         let (job, servers) = (self.cluster.job(), &plan.wanted);
         tracing::info!(%job, ?servers, "the job is on the servers that were asked for");
         (self.plan, self.looking) = (None, None);

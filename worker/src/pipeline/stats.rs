@@ -6,10 +6,7 @@ use std::{
 };
 
 use longshore_proto::{Fault, FaultKind, Origin, ServerId, ShardId, Step};
-use longshore_wire::{
-    fault_from_status,
-    v1::{ShardStats, StatsRequest},
-};
+use longshore_wire::v1::{ShardStats, StatsRequest};
 use tokio::sync::watch;
 
 use crate::{
@@ -57,7 +54,9 @@ pub(super) async fn basis(cluster: &Cluster, step: Step, mut statistics: Statist
         }
         // A rank that died with a server sends its gradient again to the other holders. These must not be dropped: the
         // silent one may be lost.
-        is_heard = cluster.hear_of_losses().await || !backoff.pause(end).await;
+        let answers = cluster.hear_of_losses().await;
+        let all_answer = answers.iter().all(|(server, answer)| answer.is_ok() || cluster.has_left(server));
+        is_heard = all_answer || !backoff.pause(end).await;
     }
 }
 
@@ -193,7 +192,7 @@ async fn stream(
     let deadline = cluster.options.deadline;
     let left = if spent < deadline { deadline - spent } else { deadline }.as_millis().max(1) as u64;
     let request = StatsRequest { job: cluster.job().to_string(), step: step.0, deadline_ms: left };
-    let fault = |status: tonic::Status| fault_from_status(&status, &peer.address);
+    let fault = |status: tonic::Status| cluster.fault(server, &status);
     let mut answers = peer.training().stats(request).await.map_err(fault)?.into_inner();
     while !owned.iter().all(|&shard| statistics.has(shard)) {
         let Some(stats) = answers.message().await.map_err(fault)? else {

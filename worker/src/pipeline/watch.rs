@@ -4,12 +4,11 @@
 use std::{
     collections::BTreeMap,
     sync::{Arc, PoisonError},
-    time::Duration,
 };
 
 use longshore_proto::{Commit, Fault, FaultKind, Incarnation, Rank, ServerId, Step, Version, fault::READS};
 use longshore_wire::{
-    Wire, fault_from_status,
+    Wire,
     v1::{self, Phase, WatchRequest, event},
 };
 
@@ -18,14 +17,11 @@ use crate::{
     cluster::{Backoff, Cluster},
     envelope::Envelope,
     error::Result,
-    host::{self, Instant},
+    host::Instant,
     push::Gradients,
     rank::RankState,
     session::{admit, admit_added, spread_on},
 };
-
-/// Time without an event until the other servers are asked which ones an operator has given up.
-const QUIET: Duration = Duration::from_secs(5);
 
 pub(super) struct Watcher {
     pub(super) cluster: Arc<Cluster>,
@@ -72,7 +68,7 @@ impl Watcher {
             if self.cluster.has_left(server) {
                 continue;
             }
-            let fault = fault_from_status(&status, self.cluster.address(server));
+            let fault = self.cluster.fault(server, &status);
             if fault.kind == FaultKind::NotFound && fault.field == "after_step" {
                 if let Err(error) = self.skip_ahead(server, fault).await {
                     return self.cluster.waits.fail(error);
@@ -107,24 +103,20 @@ impl Watcher {
         }
         loop {
             // A server that was given up may not know that, and then sends nothing.
-            if self.cluster.spec().replicas > 1 {
-                self.cluster.hear_of_losses().await;
-                if self.cluster.has_left(server) {
-                    return Err(tonic::Status::unavailable("the server is given up"));
-                }
-            }
-            while let Ok(event) = host::timeout(QUIET, events.message()).await {
-                let Some(event) = event? else {
-                    return Err(tonic::Status::unavailable("the server closed the watch"));
-                };
-                backoff.reset();
-                if let Err(error) = self.take(event).await {
-                    self.cluster.waits.fail(error);
-                    return Ok(());
-                }
-                if self.cluster.has_left(server) {
-                    return Err(tonic::Status::unavailable("the server has left the job"));
-                }
+            let event = tokio::select! {
+                biased;
+                event = events.message() => event?,
+                () = self.cluster.left(server) => None,
+            };
+            let Some(event) = event else {
+                return Err(tonic::Status::unavailable(
+                    "the server has closed the watch, or has left the job",
+                ));
+            };
+            backoff.reset();
+            if let Err(error) = self.take(event).await {
+                self.cluster.waits.fail(error);
+                return Ok(());
             }
         }
     }

@@ -12,7 +12,7 @@ use longshore_proto::{
 };
 use longshore_wire::{
     direct::Mark,
-    dtype_to_wire, fault_from_status,
+    dtype_to_wire,
     frame::{self, PULL, SharedIntake},
     memfd::STALE,
     sink::{MessageSink, Mode, Read, Sink},
@@ -154,7 +154,7 @@ impl Fetch {
         *progress = intake.sink.progress;
         // A fault in the messages says more than the status of the call.
         intake.fault().cloned().map_or(Ok(()), Err)?;
-        poured.map_err(|status| fault_from_status(&status, &peer.address))?;
+        poured.map_err(|status| cluster.fault(server, &status))?;
         intake.finish()?;
         drop(intake);
         if self.missing(failures).is_none_or(|(of, _)| of != server) {

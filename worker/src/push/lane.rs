@@ -6,7 +6,7 @@ use std::{collections::VecDeque, sync::Arc};
 use longshore_proto::{Fault, FaultKind, ServerId, Step, Version, checksum::crc32, limits::CHUNK_BYTES};
 use longshore_wire::{
     direct::Mark,
-    dtype_to_wire, fault_from_status, fault_from_wire,
+    dtype_to_wire, fault_from_wire,
     frame::{self, Event, Incoming, PUSH, Piece, Pieces},
     v1::{MemfdPlace, PushRequest, PushResponse, PushResult},
 };
@@ -309,7 +309,7 @@ async fn more(
 }
 
 fn ended(cluster: &Cluster, server: ServerId, status: &Status) -> End {
-    let fault = fault_from_status(status, cluster.address(server));
+    let fault = cluster.fault(server, status);
     match fault.kind {
         FaultKind::Unavailable => End::Broken(fault),
         _ => End::Failed(cluster.explain(server, "Push", None, fault)),

@@ -83,21 +83,17 @@ pub(crate) async fn check_not_fenced(cluster: &Cluster, server: ServerId) -> Res
 }
 
 /// Returns the cause of an error: `Fenced` in place of `Outdated`, if a newer process has taken this rank; `Outdated` in
-/// place of `StateLost` or of a shard that is elsewhere, if the job's servers have changed since this process connected.
+/// place of `StateLost` or of shards that are elsewhere, if the job's servers have changed since this process connected.
 pub(crate) fn cause(cluster: &Cluster, error: Error) -> Error {
     let error = match error {
         Error::StateLost(lost) => {
             cluster.runtime.block_on(cluster.check_not_moved(&lost.server)).err().unwrap_or(lost.into())
         }
-        Error::Call(failed)
-            if failed.fault.kind == FaultKind::Precondition && failed.fault.field == "shard" =>
-        {
-            cluster
-                .runtime
-                .block_on(cluster.check_not_moved(&failed.server))
-                .err()
-                .unwrap_or(Error::Call(failed))
-        }
+        Error::Call(failed) if ["shard", "placement.owners"].contains(&&*failed.fault.field) => cluster
+            .runtime
+            .block_on(cluster.check_not_moved(&failed.server))
+            .err()
+            .unwrap_or(Error::Call(failed)),
         error => error,
     };
     let Error::Outdated(_) = error else { return error };

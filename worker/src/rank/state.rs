@@ -19,8 +19,8 @@ pub(crate) struct RankState {
     incarnation: Arc<AtomicU64>,
     /// The version that this process joined at.
     joined_at: AtomicU64,
-    /// True once a pipeline has begun. From then on a server that waits for weights has lost the job's state.
-    trained: AtomicBool,
+    /// Shared with the cluster.
+    trained: Arc<AtomicBool>,
     /// Links with servers, over which shared memory is passed.
     pub(super) links: Links,
     /// Rank 0's decisions, for servers that restart without them.
@@ -33,7 +33,7 @@ impl RankState {
         RankState {
             incarnation: Arc::clone(&cluster.incarnation),
             joined_at: AtomicU64::new(0),
-            trained: AtomicBool::new(false),
+            trained: Arc::clone(&cluster.trained),
             links: Links::default(),
             commits: OwnCommits::default(),
         }

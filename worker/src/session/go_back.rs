@@ -179,6 +179,15 @@ pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Re
         if runs && whole {
             return Ok(());
         }
+        let trains = |progress: &Option<JobProgress>| {
+            progress.as_ref().is_some_and(|progress| progress.phase() != Phase::Loading)
+        };
+        if there.values().any(trains)
+            && let Some(idle) = there.find(|progress| !trains(progress))
+        {
+            // A decision since may have taken the job from there.
+            cluster.check_not_moved(cluster.address(idle)).await?;
+        }
         if runs && !known.is_empty() {
             check_coming(cluster, how).await?;
         }

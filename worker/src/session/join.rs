@@ -300,7 +300,8 @@ async fn complete_placement(
     let placement = cluster.placement_on(newest).await?;
     for server in behind {
         tracing::info!(server = cluster.address(server), version, epoch, "completing a change of servers");
-        place_on(cluster, server, incarnation, (Version(version), &placement)).await?;
+        let placed = place_on(cluster, server, incarnation, (Version(version), &placement));
+        cluster.unless_lost(server, placed).await?;
     }
     cluster.set_placement(placement);
     Ok(())
@@ -350,10 +351,11 @@ async fn complete_commit(
         .filter(|(server, progress)| progress.version + 1 == newest && !cluster.has_left(*server));
     let send = |server| {
         tracing::info!(server = cluster.address(server), step = newest, "completing a commit");
-        commit_as(cluster, server, incarnation, &commit, (origins[server], None))
+        cluster.unless_lost(server, commit_as(cluster, server, incarnation, &commit, (origins[server], None)))
     };
     // Every call runs to its end, so that no server takes the decision after others have given it back.
-    join_all(behind.map(|(server, _)| send(server))).await.into_iter().collect()
+    let sent = join_all(behind.map(|(server, _)| send(server))).await;
+    sent.into_iter().try_for_each(|sent| sent.map(drop))
 }
 
 /// Returns the origin on each server that a decision was made from, as far as its maker said. If no server can

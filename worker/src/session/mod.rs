@@ -44,7 +44,7 @@ pub(crate) use self::{
 };
 pub use crate::cluster::{Address, Interrupt, Options, Process, Transport, untrusted, whole, with_sources};
 use crate::{
-    cluster::Cluster,
+    cluster::{Cluster, Losses},
     error::{Error, Result},
     export::{Contents, Sink},
     host::Instant,
@@ -75,6 +75,14 @@ impl Session {
     pub fn connect(options: Options) -> Result<Session> {
         let start = Instant::now();
         let cluster = Arc::new(Cluster::connect(options)?);
+        if cluster.spec().replicas > 1 {
+            let mut losses = Losses::new(cluster.clone());
+            cluster.runtime.block_on(async {
+                losses.look().await;
+                Ok(())
+            })?;
+            cluster.runtime.spawn_for_session(losses.watch());
+        }
         cluster.runtime.block_on(begin(&cluster, start))?;
         let rank = Arc::new(RankState::new(&cluster));
         let gradients = Arc::new(Gradients::new(cluster.clone(), rank.clone()));

@@ -1,5 +1,7 @@
 //! Opens a job on all servers. Tells a fresh job, a running job and a job that lost a server's part apart.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use longshore_proto::{FaultKind, LeftOut, Placement, Rank, ServerId, Version, limits::PROTOCOL};
 use longshore_wire::{
     Wire, left_outs_from_wire,
@@ -8,8 +10,9 @@ use longshore_wire::{
 
 use super::admin::delete_job_on;
 use crate::{
-    cluster::{ByServer, Cluster},
+    cluster::{Backoff, ByServer, Cluster},
     error::{Error, Result, StateLost},
+    host::Instant,
 };
 
 /// The state of an opened job.
@@ -40,13 +43,33 @@ impl Opened {
 /// Opens the job on the servers that have it, and creates it on the others unless some server has trained. An
 /// empty job beside a trained one would be a lost one, and creating it would hide the loss.
 pub(super) async fn open(cluster: &Cluster) -> Result<Opened> {
-    let there = cluster.on_all(|server| open_if_there(cluster, server)).await?;
-    let absent = there.values().any(Option::is_none);
-    if absent && !there.values().flatten().any(|progress| progress.version > 0) {
-        return judge_all(cluster, &open_everywhere(cluster).await?);
+    let (mut backoff, end) = (Backoff::new(), Instant::now() + cluster.options.deadline);
+    loop {
+        let there = cluster.on_all(|server| open_if_there(cluster, server)).await?;
+        let absent = there.iter().filter(|(_, progress)| progress.is_none());
+        let absent: Vec<ServerId> = absent.map(|(server, _)| server).collect();
+        let has_trained = has_trained(cluster, there.values().flatten());
+        if !absent.is_empty() && !has_trained {
+            return judge_all(cluster, &open_everywhere(cluster).await?);
+        }
+        cluster.trained.fetch_or(has_trained, Relaxed);
+        // Where other servers have all shards, rank 0 gives up those without the job.
+        if absent.is_empty() || cluster.placement().last_of(&absent).is_some() || !backoff.pause(end).await {
+            let nothing = || JobProgress { phase: Phase::Loading.into(), ..JobProgress::default() };
+            return judge_all(cluster, &there.map(|progress| progress.unwrap_or_else(nothing)));
+        }
     }
-    let nothing = || JobProgress { phase: Phase::Loading.into(), ..JobProgress::default() };
-    judge_all(cluster, &there.map(|progress| progress.unwrap_or_else(nothing)))
+}
+
+/// Returns true if a server without the job has lost it. Replicas make up for that also at version 0.
+fn has_trained<'a>(cluster: &Cluster, mut present: impl Iterator<Item = &'a JobProgress>) -> bool {
+    match cluster.spec().replicas {
+        1 => present.any(|progress| progress.version > 0),
+        _ => {
+            let phases: Vec<Phase> = present.map(JobProgress::phase).collect();
+            !phases.is_empty() && !phases.contains(&Phase::Loading)
+        }
+    }
 }
 
 /// Opens the job on all servers. If a server refuses, those that have just created the job delete it: an empty part

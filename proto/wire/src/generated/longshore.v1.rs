@@ -3124,7 +3124,8 @@ pub struct ResumeResponse {}
 pub struct ScaleRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
-    /// addresses of all servers that the job shall have, as its ranks dial them
+    /// Addresses of all servers that the job shall have, as its ranks dial them. Empty beside `lost`: a word on losses alone, which
+    /// rank 0 may say too, and which replaces no wish.
     #[prost(string, repeated, tag = "2")]
     pub servers: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// microseconds since 1970; the same on every server that is told
@@ -3133,7 +3134,7 @@ pub struct ScaleRequest {
     /// keep no wish: refuse what the wish would be refused for
     #[prost(bool, tag = "4")]
     pub check: bool,
-    /// addresses of servers that are gone for good, as the operator says: no longer waited for
+    /// addresses of servers that are gone for good: no longer waited for
     #[prost(string, repeated, tag = "5")]
     pub lost: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// largest part of a step that updates may wait for moves, above 0, at most 1; 0: 0.05

@@ -11,7 +11,7 @@ pub struct Wanted {
     pub asked_micros: u64,
     /// Largest part of the time between two decisions that updates may wait for moves. 0: the default.
     pub max_exposed: f64,
-    /// Addresses of servers that are gone for good, as an operator says.
+    /// Addresses of servers that are gone for good, as an operator or rank 0 says.
     pub lost: Vec<String>,
     /// Number of words so far, by which a watcher knows what it has heard. An operator's clock may be late.
     pub words: u64,
@@ -19,19 +19,28 @@ pub struct Wanted {
 
 impl Wanted {
     /// Keeps a wish, unless a later one is known. A later wish takes back no word of a loss, unless it names the server
-    /// again. No wish is kept for a lost server.
+    /// again. No wish is kept for a server that an operator gives up.
+    ///
+    /// Rank 0 gives servers up without a wish. The job may have those back, so the earlier wish stays, or the members.
     pub fn take(&mut self, wanted: Wanted, placement: &Placement) {
+        self.forget_losses(placement);
         let (mut lost, words) = (std::mem::take(&mut self.lost), self.words + 1);
-        lost.retain(|lost| {
-            let is_named = wanted.servers.contains(lost) || wanted.lost.contains(lost);
-            !is_named && placement.addresses().any(|address| address == lost)
-        });
+        lost.retain(|lost| !wanted.servers.contains(lost) && !wanted.lost.contains(lost));
         lost.extend(wanted.lost.iter().cloned());
-        if self.asked_micros < wanted.asked_micros {
-            *self = wanted;
+        if !wanted.servers.is_empty() {
+            if self.asked_micros < wanted.asked_micros {
+                *self = wanted;
+            }
+            self.servers.retain(|server| !lost.contains(server));
+        } else if self.servers.is_empty() {
+            (self.servers, self.asked_micros) = (placement.addresses().map(str::to_string).collect(), 1);
         }
-        self.servers.retain(|server| !lost.contains(server));
         (self.lost, self.words) = (lost, words);
+    }
+
+    /// Forgets the lost servers that are not in the placement any more.
+    pub fn forget_losses(&mut self, placement: &Placement) {
+        self.lost.retain(|lost| placement.addresses().any(|address| address == lost));
     }
 }
 

@@ -1,0 +1,170 @@
+//! Connects a session with the servers of its job: the listed ones, and those that the job has been moved to.
+
+use std::collections::BTreeMap;
+
+use futures_util::{StreamExt, future::join_all, stream::FuturesUnordered};
+use longshore_proto::{Fault, Placement, Rank, ServerId};
+use longshore_wire::local;
+
+use super::{
+    Backoff, Cluster, Peer,
+    call::recovers,
+    losses::{Answer, LOOK},
+    members::{GLANCE, Members, Seen, discover, placement_of, seen},
+};
+use crate::{
+    error::Result,
+    host::{self, Instant},
+};
+
+/// The listed servers that a session begins with.
+#[derive(Default)]
+struct Reached {
+    /// By place in the list.
+    peers: BTreeMap<ServerId, Peer>,
+    /// Addresses of servers that are gone for good.
+    lost: Vec<String>,
+}
+
+impl Cluster {
+    /// Connects with the listed servers; then, if the job's servers have changed since it was opened, with those.
+    pub(super) async fn connect_all(&self, servers: &[String]) -> Result<Option<Members>> {
+        let start = Instant::now();
+        let Reached { peers, lost } = self.reach(servers, start).await?;
+        let asked: Vec<Peer> = peers.values().cloned().collect();
+        let slow = start + self.options.slow_deadline;
+        // Of servers that may be lost, each has answered a moment ago.
+        let end = if self.spec().replicas > 1 { Instant::now() } else { start + self.options.deadline };
+        let ends = (end, slow);
+        let Some((placement, numbers)) = discover(self.job().as_str(), &asked, ends).await else {
+            peers.into_iter().for_each(|(server, peer)| self.add_peer(server, peer));
+            self.give_up(&lost);
+            // The first placement may not allow these losses: then a newer one exists, and its answer was lost.
+            for server in self.servers() {
+                self.meet(server, &self.placement().servers[server.0 as usize]).await?;
+            }
+            return Ok(None);
+        };
+        for (number, peer) in numbers.into_iter().zip(asked) {
+            // The address tells the number of a member that is slow to answer.
+            let of_address = || {
+                let is_it = |of: &ServerId| placement.servers[of.0 as usize] == peer.address;
+                placement.members().find(is_it)
+            };
+            match number.or_else(of_address) {
+                Some(server) => self.add_peer(server, peer),
+                None => {
+                    let (job, on) = (self.job(), placement.addresses().collect::<Vec<_>>().join(","));
+                    let named = &peer.address;
+                    tracing::warn!(
+                        "job {job} is on {on}, and not on {named}: `longshore scale --servers {on} --job {job} --add {named}` takes it \
+                         there while it trains"
+                    );
+                }
+            }
+        }
+        let members =
+            placement.members().filter(|server| !lost.contains(&placement.servers[server.0 as usize]));
+        let connected: Vec<ServerId> = members.collect();
+        for &server in &connected {
+            self.meet(server, &placement.servers[server.0 as usize]).await?;
+        }
+        let members = Members::new(placement, connected);
+        members.give_up(&lost);
+        Ok(Some(members))
+    }
+
+    /// Connects with the listed servers until the deadline. A silent one is left out as soon as the others know that the
+    /// job is not there any more.
+    async fn reach(&self, servers: &[String], start: Instant) -> Result<Reached> {
+        let time = (start, start + self.options.deadline);
+        let dial = |(server, address): (ServerId, &'_ String)| {
+            let address = address.clone();
+            async move { (server, self.find(&address, time).await) }
+        };
+        let mut dials: FuturesUnordered<_> = (0..).map(ServerId).zip(servers).map(dial).collect();
+        let mut reached = Reached::default();
+        loop {
+            match host::timeout(LOOK, dials.next()).await {
+                Ok(Some((server, peer))) => drop(reached.peers.insert(server, peer?)),
+                Ok(None) => return Ok(reached),
+                Err(_) if self.goes_without(servers, &mut reached, start).await => return Ok(reached),
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Connects with a server. Where others may have its shards, it also has to answer: its process may be stopped.
+    async fn find(&self, address: &str, time: (Instant, Instant)) -> Result<Peer> {
+        let peer = self.dial(address, time).await?;
+        let mut backoff = Backoff::new();
+        while self.spec().replicas > 1 {
+            match seen(&peer, self.job().as_str()).await {
+                Err(fault) if !recovers(&fault) && backoff.pause(time.1).await => {}
+                _ => break,
+            }
+        }
+        Ok(peer)
+    }
+
+    /// Returns true if the job needs no server that is not reached yet. Rank 0 gives up those that are silent for long.
+    async fn goes_without(&self, servers: &[String], reached: &mut Reached, start: Instant) -> bool {
+        let job = self.job().as_str();
+        let mut peers: Vec<Peer> = reached.peers.values().cloned().collect();
+        let mut seen = seen_by(&peers, job).await;
+        let known =
+            || peers.iter().zip(&seen).filter_map(|(peer, seen)| Some((peer, seen.as_ref().ok()?.as_ref()?)));
+        let farthest = known().max_by_key(|(_, seen)| (seen.version, seen.epoch, seen.changed));
+        let placement = match farthest.filter(|(_, seen)| seen.changed) {
+            Some((peer, _)) => placement_of(peer, job).await,
+            None => None,
+        };
+        let placement = placement.unwrap_or_else(|| Placement::clone(&self.placement()));
+        reached.lost = known().flat_map(|(_, seen)| seen.lost.clone()).collect();
+        let is_reached = |address: &str, peers: &[Peer]| peers.iter().any(|peer| peer.address == address);
+        let is_awaited =
+            |address: &&str| !is_reached(address, &peers) && !reached.lost.iter().any(|lost| lost == address);
+        if servers
+            .iter()
+            .map(String::as_str)
+            .filter(is_awaited)
+            .all(|address| placement.addresses().all(|of| of != address))
+        {
+            return true;
+        }
+        if self.options.rank == Rank(0) && start.elapsed() >= self.silence() {
+            // Servers that the job was moved to need not be listed.
+            let soon = (Instant::now(), Instant::now() + GLANCE);
+            let is_listed = |address: &str| servers.iter().any(|listed| listed == address);
+            let unlisted = placement.addresses().filter(|address| !is_listed(address));
+            let met = join_all(unlisted.map(|address| self.dial(address, soon))).await;
+            let met: Vec<Peer> = met.into_iter().flatten().collect();
+            seen.extend(seen_by(&met, job).await);
+            peers.extend(met);
+            let answer = |address: &str| match peers.iter().position(|peer| peer.address == address) {
+                Some(at) => Answer::of(&seen[at]),
+                None if is_listed(address) || start.elapsed() >= 2 * self.silence() => Answer::SilentForLong,
+                None => Answer::Silent,
+            };
+            let answers: Vec<_> =
+                placement.addresses().map(|address| (address.to_string(), answer(address))).collect();
+            reached.lost.extend(self.say_lost(&answers, answers.len(), &peers).await);
+        }
+        false
+    }
+
+    /// Connects with a server, retrying until the end of `time`.
+    pub(crate) async fn dial(&self, address: &str, time: (Instant, Instant)) -> Result<Peer> {
+        let connections = self.options.connections;
+        // Calls of a server in this process run on this session's threads, which a caller's runtime need not have.
+        let may_be_here = self.options.transport.may_share() && self.pace.is_none() && self.runtime.is_own();
+        if let Some(channel) = local::channel(address).filter(|_| may_be_here) {
+            return Ok(Peer::without_sockets(address, connections, || channel.clone()));
+        }
+        Peer::connect(address, self.credentials.as_ref(), connections, self.pace.as_ref(), time).await
+    }
+}
+
+async fn seen_by(peers: &[Peer], job: &str) -> Vec<Result<Option<Seen>, Fault>> {
+    join_all(peers.iter().map(|peer| seen(peer, job))).await
+}

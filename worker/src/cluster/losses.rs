@@ -1,0 +1,221 @@
+//! Servers of a job with replicas that are gone for good, by the word of an operator or of rank 0.
+//!
+//! A task of each session asks all servers for words: every second on rank 0, every five seconds on other ranks. Rank 0
+//! gives up a server that was started again and holds nothing of the job, and one that stays silent while most servers
+//! answer. A minority never gives up others: both sides of a broken link would go on without the other.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use futures_util::future::join_all;
+use longshore_proto::{Fault, Rank, ServerId};
+use longshore_wire::{
+    fault_from_status,
+    v1::{DescribeResponse, Phase, ScaleRequest},
+};
+use tonic::Status;
+
+use super::{
+    Cluster, Peer,
+    call::FORGOTTEN,
+    members::{GLANCE, Seen},
+};
+use crate::{
+    error::{Error, Result},
+    host::{self, Instant},
+};
+
+/// Time between two looks of rank 0.
+pub(super) const LOOK: Duration = Duration::from_secs(1);
+/// Time between two looks of another rank.
+const HEAR: Duration = Duration::from_secs(5);
+
+/// A member's answer to one look.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Answer {
+    /// The server has state of the job.
+    Filled,
+    /// The server waits for weights.
+    Loading,
+    /// The server was started again, and holds nothing of the job.
+    Forgetful,
+    Silent,
+    SilentForLong,
+}
+
+impl Answer {
+    pub(super) fn of(seen: &Result<Option<Seen>, Fault>) -> Answer {
+        match seen {
+            Ok(Some(seen)) if seen.is_loading => Answer::Loading,
+            Ok(Some(_)) => Answer::Filled,
+            Ok(None) => Answer::Forgetful,
+            Err(_) => Answer::Silent,
+        }
+    }
+}
+
+/// Returns the servers to give up. None while a server may still answer or has no state yet, and no silent one unless most
+/// of the `members` answer.
+fn lost(answers: &[(String, Answer)], members: usize) -> Vec<String> {
+    let count = |of: Answer| answers.iter().filter(|(_, answer)| *answer == of).count();
+    let (filled, silent) = (count(Answer::Filled), count(Answer::SilentForLong));
+    let may_change = count(Answer::Silent) + count(Answer::Loading) > 0;
+    if may_change || filled == 0 || silent > 0 && 2 * filled <= members {
+        return Vec::new();
+    }
+    let lost = answers.iter().filter(|(_, answer)| *answer != Answer::Filled);
+    lost.map(|(address, _)| address.clone()).collect()
+}
+
+impl Cluster {
+    /// Time for which a server is silent until rank 0 gives it up. Ranks wait three times as long.
+    pub(super) fn silence(&self) -> Duration {
+        self.options.deadline / 3
+    }
+
+    /// Tells servers which ones are lost, by their answers, unless one of them has the last of a shard. Returns the
+    /// addresses of the lost ones.
+    pub(super) async fn say_lost(
+        &self,
+        answers: &[(String, Answer)],
+        members: usize,
+        peers: &[Peer],
+    ) -> Vec<String> {
+        let lost = lost(answers, members);
+        let tells = |peer: &&Peer| {
+            answers.iter().any(|(of, answer)| *of == peer.address && *answer == Answer::Filled)
+        };
+        for check in [true, false] {
+            if lost.is_empty() {
+                break;
+            }
+            let request =
+                ScaleRequest { job: self.job().to_string(), lost: lost.clone(), check, ..Default::default() };
+            let told = peers.iter().filter(tells).map(async |peer| {
+                let told = host::timeout(GLANCE, peer.admin().scale(request.clone())).await;
+                let told = told.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer")));
+                told.map_err(|status| fault_from_status(&status, &peer.address))
+            });
+            if let Some(fault) = join_all(told).await.into_iter().find_map(Result::err) {
+                tracing::warn!(job = %self.job(), ?lost, %fault, "lost servers are not given up yet");
+                return Vec::new();
+            }
+        }
+        for server in &lost {
+            let reason = match answers.iter().find(|(of, _)| of == server) {
+                Some((_, Answer::Forgetful)) => "was started again and holds nothing of the job",
+                _ => "is silent, and most servers answer",
+            };
+            tracing::warn!(job = %self.job(), server, reason, "given up as lost");
+        }
+        lost
+    }
+}
+
+/// Looks at all servers until the session ends.
+pub(crate) struct Losses {
+    cluster: Arc<Cluster>,
+    silent: BTreeMap<ServerId, Instant>,
+    looked: Instant,
+    /// Servers that this process has given up, and that have not come back yet.
+    gone: BTreeSet<ServerId>,
+}
+
+impl Losses {
+    pub(crate) fn new(cluster: Arc<Cluster>) -> Losses {
+        Losses { cluster, silent: BTreeMap::new(), looked: Instant::now(), gone: BTreeSet::new() }
+    }
+
+    pub(crate) async fn watch(mut self) {
+        let pause = if self.cluster.options.rank == Rank(0) { LOOK } else { HEAR };
+        loop {
+            host::sleep(pause).await;
+            self.look().await;
+        }
+    }
+
+    /// Hears the words of all servers. On rank 0, gives up those that are lost.
+    pub(crate) async fn look(&mut self) {
+        let Losses { cluster, silent, looked, gone } = self;
+        let answers = cluster.hear_of_losses().await;
+        if cluster.options.rank != Rank(0) {
+            return;
+        }
+        let now = Instant::now();
+        if now.duration_since(*looked) > 2 * (LOOK + GLANCE) {
+            // This process was stopped meanwhile.
+            silent.clear();
+        }
+        *looked = now;
+        let placement = cluster.placement();
+        let mut answer = |server: ServerId| {
+            let answer = answers.iter().find(|(of, _)| *of == server).map(|(_, answer)| answer);
+            let answer = answer.map_or(Answer::Silent, answer_of);
+            if answer != Answer::Silent {
+                silent.remove(&server);
+            } else if silent.entry(server).or_insert(now).elapsed() >= cluster.silence() {
+                return Answer::SilentForLong;
+            }
+            answer
+        };
+        let members = placement.members().filter(|&server| !cluster.has_left(server));
+        let address = |server: ServerId| placement.servers[server.0 as usize].clone();
+        let answers: Vec<_> = members.map(|server| (address(server), answer(server))).collect();
+        let peers: Vec<Peer> = cluster.servers().map(|server| cluster.peer(server).clone()).collect();
+        let lost = cluster.say_lost(&answers, placement.members().count(), &peers).await;
+        gone.extend(placement.members().filter(|server| lost.contains(&address(*server))));
+        cluster.give_up(&lost);
+        let is_removed = |server: &&ServerId| placement.members().all(|member| member != **server);
+        for server in gone.iter().copied().filter(|server| is_removed(&server)).collect::<Vec<_>>() {
+            if matches!(cluster.glance(server).await, Err(Error::StateLost(_))) {
+                gone.remove(&server);
+                cluster.came_back();
+            }
+        }
+    }
+}
+
+fn answer_of(answer: &Result<DescribeResponse>) -> Answer {
+    match answer {
+        Ok(answer) => match answer.progress.as_ref().map(|progress| progress.phase()) {
+            Some(Phase::Loading) | None => Answer::Loading,
+            Some(_) => Answer::Filled,
+        },
+        Err(Error::StateLost(_)) => Answer::Forgetful,
+        Err(Error::Call(failed)) if failed.fault.field == FORGOTTEN => Answer::Forgetful,
+        Err(_) => Answer::Silent,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Answer::*, *};
+
+    #[test]
+    fn only_most_servers_give_up_silent_ones() {
+        let lost = |answers: &[Answer], members: usize| {
+            let named = answers.iter().enumerate().map(|(at, answer)| (at.to_string(), *answer));
+            lost(&named.collect::<Vec<_>>(), members)
+        };
+        assert_eq!(lost(&[Filled, SilentForLong, Filled], 3), ["1"]);
+        assert_eq!(lost(&[Filled, Forgetful], 2), ["1"]);
+        assert_eq!(lost(&[Forgetful, Filled, SilentForLong, Filled, Filled], 5), ["0", "2"]);
+        let nothing = [
+            (&[Filled, Filled, Filled][..], 3),
+            (&[Filled, SilentForLong], 2),
+            (&[Filled, SilentForLong, SilentForLong], 3),
+            // Members that are given up, and are still in the placement, count.
+            (&[Filled, Filled, SilentForLong], 4),
+            (&[Filled, Forgetful, SilentForLong], 3),
+            (&[Filled, Forgetful, Silent], 3),
+            (&[Filled, Forgetful, Loading], 3),
+            (&[Forgetful, Forgetful], 2),
+        ];
+        for (answers, members) in nothing {
+            assert_eq!(lost(answers, members), [""; 0], "{answers:?}");
+        }
+    }
+}
