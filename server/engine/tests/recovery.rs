@@ -132,56 +132,6 @@ fn a_rank_that_rejoins_may_bring_other_bits_for_what_is_not_summed() {
     assert_eq!(cluster.hash(), reference(&spec, &[&mixed]));
 }
 
-/// A delayed job has two steps in hand. The decided step, not yet updated, stays; the undecided one starts
-/// over.
-#[test]
-fn a_delayed_worker_killed_between_commit_and_update() {
-    let spec = shape(1, 1, 1);
-    let steps: Vec<_> = (1..=4).map(|seed| step_gradients(&spec, seed)).collect();
-    let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
-    cluster.push(1, &steps[0]);
-    cluster.push(2, &steps[1]);
-    cluster.commit(&commit(&spec, 1)).unwrap();
-    cluster.join(0);
-    // Step 3 shares its buffers with step 1, which is not updated yet.
-    let (chunk, payload) = all_chunks(&cluster, 3, &steps[2])[0];
-    assert_eq!(cluster.store(&chunk, payload), Ok(Admission::Busy));
-    cluster.work();
-    finish(&mut cluster, 2, &steps[3]);
-    finish(&mut cluster, 3, &steps[2]);
-    assert_eq!(cluster.hash(), reference(&spec, &[&steps[0], &steps[3], &steps[2]]));
-}
-
-/// Rank 0 decides, dies before the answer, joins again and asks for the job's progress.
-#[test]
-fn a_worker_that_missed_the_commits_answer_goes_on() {
-    for max_delay in [0, 1] {
-        let spec = shape(1, 2, max_delay);
-        let (first, second) = (step_gradients(&spec, 1), step_gradients(&spec, 2));
-        let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
-        let decision = commit(&spec, 1);
-        cluster.push(1, &first);
-        // Only one of the two servers got the decision.
-        let (duplicate, work) = cluster.jobs[0].commit(cluster.incarnations[0], decision.clone()).unwrap();
-        assert!(!duplicate);
-        cluster.works[0].extend(work);
-        assert_eq!(cluster.jobs[0].progress().last_commit, Some(decision.clone()));
-        assert_eq!(cluster.commit(&decision), Ok(vec![true, false]));
-        // Resent chunks of the decided step are acknowledged, before and after its update.
-        for _ in 0..2 {
-            for (chunk, payload) in all_chunks(&cluster, 1, &first) {
-                assert_eq!(cluster.store(&chunk, payload), Ok(Admission::Decided));
-            }
-            cluster.work();
-        }
-        cluster.join(0);
-        assert_eq!(cluster.jobs[1].protocol.commits_after(Step(0)), Some(vec![decision.clone()]));
-        assert_eq!(cluster.commit(&decision), Ok(vec![true, true]));
-        finish(&mut cluster, 2, &second);
-        assert_eq!(cluster.hash(), reference(&spec, &[&first, &second]));
-    }
-}
-
 #[test]
 fn a_rank_that_left_is_named_and_may_join_again() {
     let spec = shape(2, 1, 0);
@@ -196,42 +146,6 @@ fn a_rank_that_left_is_named_and_may_join_again() {
     cluster.join(1);
     finish(&mut cluster, 1, &flats);
     assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
-}
-
-/// A new rank 0 takes over. Its predecessor's gradient is complete on both servers and decided on one. Once
-/// fenced, the predecessor can change nothing, and its gradient still stands for the decision on the other
-/// server.
-#[test]
-fn a_new_rank_zero_fences_first_and_completes_the_decision_of_the_one_before() {
-    for max_delay in [0, 1] {
-        let spec = shape(1, 2, max_delay);
-        let (first, second) = (step_gradients(&spec, 1), step_gradients(&spec, 2));
-        let mut cluster = Cluster::started(&spec, 2, &weights(&spec, 1));
-        cluster.push(1, &first);
-        let old = cluster.incarnations[0];
-        let decision = commit(&spec, 1);
-        let (_, work) = cluster.jobs[0].commit(old, decision.clone()).unwrap();
-        cluster.works[0].extend(work);
-        let new = Incarnation(old.0 + 1);
-        for job in &cluster.jobs {
-            job.protocol.fence(Rank(0), new).unwrap();
-            job.protocol.fence(Rank(0), new).unwrap();
-        }
-        let fault = cluster.jobs[1].commit(old, decision.clone()).unwrap_err();
-        assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Fenced, "incarnation"));
-        cluster.incarnations[0] = new;
-        let (chunk, payload) = all_chunks(&cluster, 2, &second)[0];
-        assert_eq!(cluster.store(&chunk, payload).unwrap_err().field, "rank", "it has not joined yet");
-        let (duplicate, work) = cluster.jobs[1].commit(new, decision).unwrap();
-        assert!(!duplicate);
-        cluster.works[1].extend(work);
-        for job in &cluster.jobs {
-            assert_eq!(job.join(Rank(0), new, None), Ok(true));
-        }
-        cluster.work();
-        finish(&mut cluster, 2, &second);
-        assert_eq!(cluster.hash(), reference(&spec, &[&first, &second]));
-    }
 }
 
 /// A process that has joined again may still read the version that the next update overwrites.

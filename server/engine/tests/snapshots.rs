@@ -2,10 +2,9 @@
 //! reader delays training.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, Sender, channel},
     },
     thread,
@@ -16,164 +15,25 @@ use longshore_engine::{
     admission::{Budget, Need},
     job::{Exported, Job, Piece, Snapshot, SnapshotInfo},
     kernels::Isa,
-    step::{Admission, Work},
     tier::Storage,
 };
 use longshore_proto::{
-    ContributionChunk, Dtype, Fault, FaultKind, Formats, JobSpec, MasterFormat, Partition, Rank, ShardId,
-    StateFormat, Step, TierKind, Version, checksum::state_hash, limits::MAX_EXPORTS_AT_ONCE,
+    Dtype, Fault, FaultKind, Formats, JobSpec, MasterFormat, Partition, Rank, ShardId, StateFormat, TierKind,
+    Version, checksum::state_hash, limits::MAX_EXPORTS_AT_ONCE,
 };
 
 use crate::common::{
-    BLOCK, Dirs, Noise,
-    cluster::{Cluster, compute, soon, store},
+    BLOCK, Dirs,
+    cluster::{Cluster, compute, soon},
     commit, encode, gradient,
     reference::Reference,
     spec, weights,
 };
 
-const STEPS: u64 = 200;
-/// Gradients repeat: computing 200 different ones would take longer than training with them.
-const CYCLE: u64 = 5;
-
 fn small(delay: u32) -> JobSpec {
     let mut spec = spec(&[1000, 2 * BLOCK as u64 + 77, 33], &[0, 1, 0]);
     (spec.world_size, spec.max_delay) = (2, delay);
     spec
-}
-
-fn gradients(spec: &JobSpec) -> Vec<Vec<Vec<u8>>> {
-    let of_step = |step: u64| (0..2).map(|rank| gradient(spec, step * 2 + rank, 1.0)).collect();
-    (0..CYCLE).map(of_step).collect()
-}
-
-fn decision(spec: &JobSpec, step: u64) -> longshore_proto::Commit {
-    longshore_proto::Commit { skip: step.is_multiple_of(7), ..commit(spec, step) }
-}
-
-/// Ends a wait of the other threads when a test fails in one, so that none waits forever.
-#[derive(Clone, Copy)]
-struct Patience {
-    end: Instant,
-}
-
-impl Patience {
-    fn new() -> Patience {
-        Patience { end: soon() }
-    }
-
-    fn is_over(self) -> bool {
-        Instant::now() > self.end
-    }
-
-    fn wait(self) {
-        assert!(!self.is_over(), "training stands still");
-        thread::yield_now();
-    }
-}
-
-/// Pushes one rank's gradients of all steps. Waits while the step is too early or the server is busy.
-fn push(job: &Arc<Job>, chunks: impl Fn(u64) -> Vec<(ContributionChunk, Vec<u8>)>, works: &Sender<Work>) {
-    let patience = Patience::new();
-    for step in 1..=STEPS {
-        while job.progress().version.0 + 2 < step {
-            patience.wait();
-        }
-        for (chunk, payload) in chunks(step) {
-            loop {
-                match store(job, &chunk, &payload).unwrap() {
-                    Admission::New(work) => {
-                        work.into_iter().for_each(|work| works.send(work).unwrap());
-                        break;
-                    }
-                    Admission::Busy => patience.wait(),
-                    _ => panic!("{chunk:?} was never stored"),
-                }
-            }
-        }
-    }
-}
-
-fn perform(job: &Job, works: &Receiver<Work>) {
-    let mut queue = VecDeque::new();
-    while let Ok(work) = works.recv() {
-        queue.push_back(work);
-        while !queue.is_empty() {
-            job.perform(&mut queue).unwrap();
-            queue.extend(works.try_iter());
-        }
-    }
-}
-
-fn decide(cluster: &Cluster, works: &Sender<Work>) {
-    let (job, patience) = (&cluster.jobs[0], Patience::new());
-    for step in 1..=STEPS {
-        let complete = |shard| job.statistics(ShardId(shard), Step(step)).unwrap().is_some();
-        while !(0..cluster.layout.shards()).all(complete) {
-            patience.wait();
-        }
-        let (duplicate, work) = job.commit(cluster.incarnations[0], decision(&cluster.spec, step)).unwrap();
-        assert!(!duplicate);
-        work.into_iter().for_each(|work| works.send(work).unwrap());
-    }
-}
-
-/// Returns the hashes by version, from repeated snapshots.
-fn watch(job: &Arc<Job>, done: &AtomicBool, seed: u64) -> BTreeMap<u64, String> {
-    let (mut seen, mut noise, patience) = (BTreeMap::new(), Noise(seed), Patience::new());
-    while !done.load(Ordering::Acquire) && !patience.is_over() {
-        let (info, hashes) = job.state_hashes(soon()).unwrap();
-        let hash = state_hash(info.version, info.applied, hashes.iter().map(|(_, hash)| hash));
-        let earlier = seen.entry(info.version.0).or_insert(hash.clone());
-        assert_eq!(*earlier, hash, "two hashes of version {}", info.version.0);
-        thread::sleep(Duration::from_micros(noise.below(500) as u64));
-    }
-    seen
-}
-
-#[test]
-fn a_hash_is_of_one_version_while_a_delayed_job_trains() {
-    let spec = small(1);
-    let (initial, gradients) = (weights(&spec, 1), gradients(&spec));
-    let mut reference = Reference::new(&spec, &initial);
-    let mut expected = vec![reference.hash()];
-    for step in 1..=STEPS {
-        reference.step(&gradients[(step % CYCLE) as usize], &decision(&spec, step));
-        expected.push(reference.hash());
-    }
-    let cluster = Cluster::started(&spec, 1, &initial);
-    let job = &cluster.jobs[0];
-    let done = AtomicBool::new(false);
-    let (works, inbox) = channel();
-    let seen = thread::scope(|scope| {
-        let watchers = [1, 2].map(|seed| {
-            scope.spawn({
-                let done = &done;
-                move || watch(job, done, seed)
-            })
-        });
-        scope.spawn(move || perform(job, &inbox));
-        for rank in 0..2 {
-            let (works, cluster, gradients) = (works.clone(), &cluster, &gradients);
-            let chunks = move |step: u64| {
-                let flat = &gradients[(step % CYCLE) as usize][rank as usize];
-                let chunks = cluster.chunks(step, 0, rank, flat).into_iter();
-                chunks.map(|(chunk, payload)| (chunk, payload.to_vec())).collect()
-            };
-            scope.spawn(move || push(job, chunks, &works));
-        }
-        decide(&cluster, &works);
-        job.protocol.settle(soon()).unwrap();
-        drop(works);
-        done.store(true, Ordering::Release);
-        watchers.map(|watcher| watcher.join().unwrap())
-    });
-    for (version, hash) in seen.iter().flatten() {
-        assert_eq!(*hash, expected[*version as usize], "version {version}");
-    }
-    let versions: usize = seen.iter().map(BTreeMap::len).sum();
-    assert!(versions > 10, "only {versions} hashes were taken while training");
-    assert_eq!(cluster.hash(), expected[STEPS as usize]);
 }
 
 /// Returns a job of one rank, its weights and gradients, and the reference after each of `steps` steps.

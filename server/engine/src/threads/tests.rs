@@ -1,7 +1,6 @@
 //! Guarantees to callers: order, panics, every size, several callers, and idle threads that do nothing.
 
 use std::{
-    collections::BTreeSet,
     fs,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Barrier, Condvar, Mutex},
@@ -64,20 +63,6 @@ fn a_panic_in_any_block_reaches_the_caller_and_the_pool_lives_on() {
         assert!(message.contains(&format!("block {bad} is broken")), "{message}");
         assert_eq!(pool.blocks(vec![1, 2, 3], |item| item + 1), [2, 3, 4]);
     }
-}
-
-/// There are as many blocks as threads, and all wait for each other. So each must be on a thread of its own.
-#[test]
-fn all_threads_take_part() {
-    let pool = ThreadPool::new(4).unwrap();
-    let barrier = Barrier::new(4);
-    let ids = pool.blocks((0..4).collect(), |_: usize| {
-        barrier.wait();
-        thread::current().id()
-    });
-    let names: BTreeSet<_> = ids.iter().map(|id| format!("{id:?}")).collect();
-    assert_eq!(names.len(), 4);
-    assert_eq!(ids[0], thread::current().id(), "the caller's seat is the first");
 }
 
 #[test]

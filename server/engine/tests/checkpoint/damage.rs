@@ -116,23 +116,6 @@ fn a_damaged_block_is_named_and_a_good_checkpoint_still_restores() {
     assert_eq!(fixture.target.state_hash(), fixture.state_hash);
 }
 
-/// The next restore must not use the images of a failed one.
-#[test]
-fn a_failed_restore_leaves_no_images() {
-    let fixture = fixture();
-    let exact = Trained::after(&spec(2, 0), 1, 2);
-    exact.save(&fixture.store, "exact");
-    let last = 8 + {
-        let bytes = fs::read(fixture.path(PART)).unwrap();
-        let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
-        header + metadata.info("shard.000001.older_image").unwrap().data_offsets.1 - 1
-    };
-    fixture.fault_with(PART, |bytes| bytes[last] ^= 1).unwrap();
-    fixture.target.restore(&fixture.store, "exact").unwrap();
-    assert_eq!(fixture.target.image(Version(2)).unwrap(), exact.image(Version(2)).unwrap());
-    assert!(fixture.target.image(Version(1)).is_err());
-}
-
 /// A failed load had filled this shard, images included, at the very version that the next load brings.
 #[test]
 fn a_failed_load_leaves_neither_images_nor_moments() {

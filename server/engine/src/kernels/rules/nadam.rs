@@ -92,30 +92,3 @@ impl<V: Number> Rule<V> for NAdam<V> {
         (master, [mean, square], master)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn momenta_are_those_of_the_formula() {
-        for (beta1, momentum_decay) in [(0.9, 4e-3), (0.99, 0.0), (0.5, 0.1), (0.9, 1e6), (0.0, 4e-3)] {
-            let hyper = Hyper { beta1, momentum_decay, ..Hyper::default() };
-            let mu = |i: u64| beta1 * (1.0 - 0.5 * 0.96f64.powf(i as f64 * momentum_decay));
-            for t in [1, 2, 10, 1000, 100_000] {
-                let expected = (mu(t), mu(t + 1), (1..=t).map(mu).product::<f64>());
-                let found = momenta(&hyper, t);
-                for (found, expected) in [found.0, found.1, 1.0 - found.2].into_iter().zip([
-                    expected.0,
-                    expected.1,
-                    1.0 - expected.2,
-                ]) {
-                    assert!(
-                        (found - expected).abs() <= 1e-12,
-                        "{beta1} {momentum_decay} {t}: {found} {expected}"
-                    );
-                }
-            }
-        }
-    }
-}
