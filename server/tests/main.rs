@@ -1,4 +1,3 @@
 //! The server's tests through its public objects, as one program.
 
-mod memfd;
-mod stock;
+mod clients;

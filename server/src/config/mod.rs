@@ -263,13 +263,6 @@ mod tests {
     }
 
     #[test]
-    fn a_group_needs_a_socket() {
-        let config = resolve(&[], "listen_unix = \"/run/l\"\nunix_group = \"crew\"").unwrap();
-        assert_eq!(config.unix_group.as_deref(), Some("crew"));
-        assert!(matches!(resolve(&["--unix-group", "7"], ""), Err(ConfigError::GroupWithoutSocket)));
-    }
-
-    #[test]
     fn what_cannot_be_spilled_is_said() {
         let error = |args: &[&str]| resolve(args, "").unwrap_err().to_string();
         let on = "state_dir = [\"/mnt/a\"]\n";
@@ -296,13 +289,6 @@ mod tests {
         for error in [key, variable] {
             assert!(error.contains("no longer there: scrape the metrics of --http"), "{error}");
         }
-    }
-
-    #[test]
-    fn every_flag_is_a_key_and_may_have_a_variable() {
-        let config = resolve(&[], "http_open = true\nno_memfd = true").unwrap();
-        assert!(config.http_open && config.no_memfd);
-        flags::check_environment(["LONGSHORED_HTTP_TLS".to_string()]).unwrap();
     }
 
     #[test]

@@ -84,12 +84,4 @@ mod tests {
         }
         assert!(refused("--logg").contains("--log"), "{}", refused("--logg"));
     }
-
-    #[test]
-    fn keys_and_flags_share_a_row() {
-        let retired: [Retired; 1] = [("idle-limit", "delete the job")];
-        for name in ["idle_limit", "IDLE_LIMIT", "--idle-limit"] {
-            assert_eq!(instead(name, &retired), Some("delete the job"));
-        }
-    }
 }

@@ -281,64 +281,6 @@ fn is_match(pattern: &[u8], name: &[u8]) -> bool {
 mod tests {
     use super::*;
 
-    const TWO: &str = r#"
-        [[identity]]
-        name = "trainer"
-        roles = ["worker", "reader"]
-        jobs = ["gpt-*", "probe"]
-
-        [[identity]]
-        name = "dashboard"
-        roles = ["reader"]
-        jobs = ["*"]
-        tokens_sha256 = ["2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"]
-    "#;
-
-    #[test]
-    fn who_shows_what_is_listed_is_found() {
-        let identities = Identities::parse(TWO).unwrap();
-        let name = |credential: Credential| identities.find(&credential).map(|found| found.name.as_str());
-        // SHA-256 of `foo` in the file.
-        assert_eq!(name(Credential::of_token(b"foo")), Some("dashboard"));
-        assert_eq!(name(Credential::of_token(b"fop")), None);
-        assert_eq!(name(Credential::of_token(b"")), None);
-        assert_eq!(name(certificate("trainer", 1)), Some("trainer"));
-        assert_eq!(name(certificate("Trainer", 1)), None);
-        assert_eq!(name(certificate("", 1)), None);
-        let trainer = identities.named("trainer").unwrap();
-        assert!(trainer.has_job("gpt-2") && trainer.has_job("probe") && !trainer.has_job("probes"));
-        assert!(
-            trainer.has_one_of(&[Role::Operator, Role::Worker]) && !trainer.has_one_of(&[Role::Operator])
-        );
-        assert!(!trainer.has_all_jobs());
-    }
-
-    fn certificate(name: &str, number: u8) -> Credential {
-        Credential::Certificate(Arc::new(Certificate { name: name.into(), sha256: [number; 32] }))
-    }
-
-    #[test]
-    fn one_certificate_and_one_token_of_an_identity_are_revoked_alone() {
-        let colons = vec!["AB"; 32].join(":");
-        let foo = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae";
-        let other = TWO.replace(foo, &format!("{foo}\", \"{}", "0".repeat(64)));
-        let identities =
-            Identities::parse(&format!("revoked_sha256 = [\"{colons}\", \"{foo}\"]\n{other}")).unwrap();
-        let found = |credential| identities.find(&credential).is_some();
-        assert!(!found(certificate("trainer", 0xab)) && found(certificate("trainer", 0xac)));
-        assert!(!found(Credential::of_token(b"foo")) && found(Credential::Token([0; 32])));
-    }
-
-    #[test]
-    fn what_is_not_limited_is_not() {
-        let text =
-            |rest: &str| format!("[[identity]]\nname = \"a\"\nroles = [\"worker\"]\njobs = [\"*\"]\n{rest}");
-        let quota = |rest: &str| Identities::parse(&text(rest)).unwrap().named("a").unwrap().quota;
-        assert_eq!(quota(""), Quota::default());
-        let expected = Quota { jobs: Some(0), memory: Some(1 << 30), ..Quota::default() };
-        assert_eq!(quota("quota = { jobs = 0, memory = \"1GiB\" }"), expected);
-    }
-
     #[test]
     fn what_cannot_be_meant_is_refused() {
         let entry = |rest: &str| format!("[[identity]]\nname = \"a\"\n{rest}");

@@ -1,20 +1,23 @@
-//! False claims of a client about shared memory harm that client alone.
+//! Damaged messages of a client, and false claims about shared memory, harm that client alone.
 
 use std::{fs, net::SocketAddr, os::fd::OwnedFd, os::unix::fs::FileExt, time::Duration};
 
+use bytes::Bytes;
 use longshore_engine::memory::Foreign;
 use longshore_proto::{FaultKind, Incarnation, checksum::crc32};
 use longshore_server::{Config, Server};
 use longshore_wire::{
-    fault_from_wire,
+    fault_from_status, fault_from_wire,
+    frame::{self, Piece},
     memfd::{STALE, Socket},
     v1::{
         self, JoinRequest, MemfdAnswer, MemfdHello, MemfdMemory, MemfdOffer, MemfdPlace, MemfdRequest,
-        OpenJobRequest, PullRequest, PushRequest, UploadRequest, memfd_answer::Answer,
+        OpenJobRequest, PullRequest, PushRequest, PushResponse, UploadRequest, memfd_answer::Answer,
         memfd_request::Request, tensors_client::TensorsClient, training_client::TrainingClient,
     },
 };
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use tokio::sync::mpsc;
 use tonic::transport::Channel;
 
 const ELEMENTS: u64 = 4 * 65536;
@@ -22,6 +25,7 @@ const BYTES: u64 = ELEMENTS * 2;
 const JOB: &str = "job";
 
 struct Client {
+    channel: Channel,
     training: TrainingClient<Channel>,
     tensors: TensorsClient<Channel>,
     offer: MemfdOffer,
@@ -60,7 +64,7 @@ async fn train(server: &Server) -> Client {
     let channel =
         Channel::from_shared(format!("http://{}", server.address())).unwrap().connect().await.unwrap();
     let mut training = TrainingClient::new(channel.clone());
-    let mut tensors = TensorsClient::new(channel);
+    let mut tensors = TensorsClient::new(channel.clone());
     let placement = v1::Placement { servers: vec!["here".into()], owners: vec![0], ..Default::default() };
     let open = OpenJobRequest { spec: Some(spec()), placement: Some(placement), ..Default::default() };
     training.open_job(open).await.unwrap();
@@ -78,7 +82,7 @@ async fn train(server: &Server) -> Client {
         ..Default::default()
     };
     tensors.upload(tokio_stream::iter([upload(&ones)])).await.unwrap();
-    Client { training, tensors, offer }
+    Client { channel, training, tensors, offer }
 }
 
 fn memfd(name: &str, bytes: u64, seals: SealFlags) -> fs::File {
@@ -155,6 +159,44 @@ fn chunk(rank: u32, place: Option<MemfdPlace>) -> PushRequest {
         place,
         ..Default::default()
     }
+}
+
+/// Sends raw bytes as a push. Returns the field that the server blames.
+async fn blamed(client: &mut Client, bytes: &[u8]) -> String {
+    let (pieces, requests) = mpsc::channel(1);
+    let call = frame::call::<PushResponse>(&mut client.channel, "/longshore.v1.Tensors/Push", requests);
+    let piece = Piece { head: Bytes::copy_from_slice(bytes), payload: Bytes::new() };
+    pieces.send(Ok(piece)).await.unwrap();
+    drop(pieces);
+    let mut answers = call.await.unwrap();
+    loop {
+        match answers.next().await {
+            Ok(Some(_)) => {}
+            Ok(None) => return "nothing".into(),
+            Err(status) => return fault_from_status(&status, "here").field,
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_malformed_push_ends_its_stream_and_nothing_else() {
+    let server = server().await;
+    let mut client = train(&server).await;
+    assert_eq!(blamed(&mut client, &[1, 0, 0, 0, 0]).await, "message.compressed");
+    assert_eq!(blamed(&mut client, &[0, 0x7F, 0, 0, 0]).await, "message");
+    assert_eq!(blamed(&mut client, &[0, 0, 0, 0, 2, 0x0A, 0x7F]).await, "message");
+    // The head of a sound chunk comes with half of its payload, and its slot is free again.
+    let piece = frame::encode_with(&chunk(0, None), gradient().into());
+    let half = [&piece.head[..], &piece.payload[..BYTES as usize / 2]].concat();
+    assert_eq!(blamed(&mut client, &half).await, "message");
+    let sound = PushRequest { payload: gradient().into(), ..chunk(0, None) };
+    let pushed = tokio::time::timeout(Duration::from_secs(10), client.push(sound)).await;
+    assert_eq!(pushed.expect("a free slot"), Ok(false));
+    let newer = Piece { head: Bytes::from_static(&[0, 0, 0, 0, 2, 9 << 3, 1]), payload: Bytes::new() };
+    let call = frame::call_once::<PushResponse>(&mut client.channel, "/longshore.v1.Training/OpenJob", newer);
+    let refused = fault_from_status(&call.await.err().unwrap(), "here");
+    assert_eq!(refused.field, "OpenJobRequest", "{refused}");
+    server.drain().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
