@@ -43,18 +43,3 @@ impl Author {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_author_is_read_as_it_was_signed() {
-        for author in [Author::Unknown, Author::Operator(7), Author::Rank(Incarnation(u64::MAX))] {
-            assert_eq!(Author::of(author.sign(()).metadata()), author);
-        }
-        let mut foreign = MetadataMap::new();
-        foreign.insert(KEY, MetadataValue::from_static("rank of nobody"));
-        assert_eq!(Author::of(&foreign), Author::Unknown);
-    }
-}

@@ -40,7 +40,6 @@ pub fn pieces(bytes: impl Iterator<Item = usize>) -> impl Iterator<Item = (Range
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::v1::{BlockHash, JobProgress, JobSpec, Param, Placement};
 
     #[test]
     fn pieces_fit_and_follow_each_other() {
@@ -54,31 +53,5 @@ mod tests {
         }
         assert!(at == sizes.len() && cut.len() < 15, "{} pieces", cut.len());
         assert_eq!(pieces(std::iter::empty()).count(), 0);
-    }
-
-    #[test]
-    fn parts_make_the_whole_again() {
-        let spec = |names: &[&str]| {
-            let param = |name: &&str| Param { name: name.to_string(), ..Default::default() };
-            Some(JobSpec { params: names.iter().map(param).collect(), ..Default::default() })
-        };
-        let owners = |owners: &[u32]| Some(Placement { owners: owners.to_vec(), ..Default::default() });
-        let missing =
-            |shards: &[u32]| Some(JobProgress { missing_shards: shards.to_vec(), ..Default::default() });
-        let hashes = |blocks: &[u32]| {
-            blocks.iter().map(|&block| BlockHash { block, ..Default::default() }).collect::<Vec<_>>()
-        };
-        let described = |names, servers, shards, blocks| DescribeResponse {
-            spec: spec(names),
-            placement: owners(servers),
-            progress: missing(shards),
-            hashes: hashes(blocks),
-            ..Default::default()
-        };
-        let mut joined = described(&["a"], &[], &[7], &[1]);
-        joined.join(DescribeResponse { spec: spec(&["b", "c"]), ..Default::default() });
-        joined.join(DescribeResponse { placement: owners(&[4, 5]), ..Default::default() });
-        joined.join(DescribeResponse { progress: missing(&[8]), hashes: hashes(&[2]), ..Default::default() });
-        assert_eq!(joined, described(&["a", "b", "c"], &[4, 5], &[7, 8], &[1, 2]));
     }
 }
