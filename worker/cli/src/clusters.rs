@@ -278,24 +278,6 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_clusters_and_a_default() {
-        let file = read(
-            "default-cluster = \"prod\"\n[clusters.prod]\nservers = \"a:1, b:2\"\ntls-dir = \"tls\"\n\
-             token-file = \"/run/token\"\n[clusters.lab]\nservers = [\"c:3\"]\n",
-        )
-        .unwrap();
-        assert_eq!(file.default.as_deref(), Some("prod"));
-        let prod = ClusterEntry {
-            servers: vec!["a:1".into(), "b:2".into()],
-            tls_dir: Some("/etc/x/tls".into()),
-            token_file: Some("/run/token".into()),
-        };
-        assert_eq!(file.cluster("prod").unwrap(), &prod);
-        assert_eq!(file.cluster("lab").unwrap().servers, ["c:3"]);
-        assert_eq!(read("").unwrap().clusters.len(), 0);
-    }
-
-    #[test]
     fn what_it_cannot_say_is_refused_with_the_file_and_the_key() {
         for (text, field, remedy) in [
             ("default-clusters = \"a\"", "default-clusters", "did you mean `default-cluster`?"),
@@ -315,19 +297,5 @@ mod tests {
             assert!(fault.remedy.contains(remedy), "{fault}");
         }
         assert_eq!(read("servers = ").unwrap_err().field, PATH);
-    }
-
-    #[test]
-    fn the_usual_place_is_that_of_xdg() {
-        let place = |xdg: Option<&str>| {
-            usual_place(|name| match name {
-                "XDG_CONFIG_HOME" => xdg.map(PathBuf::from),
-                _ => Some("/home/a".into()),
-            })
-        };
-        assert_eq!(place(Some("/x")), Some("/x/longshore/config.toml".into()));
-        for relative_or_absent in [Some("x"), None] {
-            assert_eq!(place(relative_or_absent), Some("/home/a/.config/longshore/config.toml".into()));
-        }
     }
 }

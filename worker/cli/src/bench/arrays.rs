@@ -178,16 +178,3 @@ pub(super) fn fitting(asked: Option<u64>, available: u64) -> anyhow::Result<usiz
     }
     Ok(usize::try_from(params)?)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_default_fits_half_of_memory_and_more_than_all_is_refused() {
-        assert_eq!(fitting(None, 1 << 40).unwrap(), 200_000_000 / BLOCK * BLOCK);
-        assert!(fitting(None, 1 << 30).unwrap() * 40 <= 1 << 30);
-        let refused = fitting(Some(1_000_000_000), 1 << 30).unwrap_err().to_string();
-        assert!(refused.contains("at most 53687091"), "{refused}");
-    }
-}

@@ -179,20 +179,3 @@ fn round_trip(servers: &[String], access: &Access) -> anyhow::Result<f64> {
     }
     Ok(median(&times))
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn folders_of_one_drive_share_its_space() {
-        let folder = tempfile::tempdir().unwrap();
-        let dirs = ["a", "b"].map(|name| folder.path().join(name));
-        dirs.iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
-        let (one, both) = (free_of(&dirs[..1]).unwrap(), free_of(&dirs).unwrap());
-        // Other processes write to the drive meanwhile.
-        assert!(one > 0 && both < one + one / 2, "{one} and {both}");
-        let missing = free_of(&[folder.path().join("c")]).unwrap_err();
-        assert!(missing.to_string().contains("--probe-dir"), "{missing:#}");
-    }
-}

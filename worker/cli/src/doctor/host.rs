@@ -160,35 +160,3 @@ fn descriptors() -> Finding {
     }
     good("descriptors", said)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::{super::Grade, *};
-
-    fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
-        let root = tempfile::tempdir().unwrap();
-        for (name, text) in files {
-            let path = root.path().join(name);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        }
-        root
-    }
-
-    #[test]
-    fn a_node_without_memory_is_found() {
-        let node = |number: u32, kb: u64| {
-            [
-                (format!("{NODES}/node{number}/cpulist"), format!("{number}\n")),
-                (format!("{NODES}/node{number}/meminfo"), format!("Node {number} MemTotal:       {kb} kB\n")),
-            ]
-        };
-        for (second, grade) in [(0, Grade::Warning), (1000, Grade::Good)] {
-            let files: Vec<_> = [node(0, 1000), node(1, second)].concat();
-            let files: Vec<_> = files.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
-            let found = numa(system(&files).path());
-            assert_eq!(found.grade, grade, "{found:?}");
-        }
-        assert_eq!(numa(system(&[]).path()).grade, Grade::Good);
-    }
-}

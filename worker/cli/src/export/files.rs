@@ -195,26 +195,3 @@ impl<T> Extents<T> {
         Ok(())
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn values_go_to_the_parameters_that_they_overlap() {
-        let extents = Extents::new(vec![(10..14, 'b'), (0..4, 'a'), (14..16, 'c')]);
-        let dealt = |at: u64, count: usize| {
-            let values: Vec<u8> = (0..count).flat_map(|value| [value as u8; 2]).collect();
-            let mut dealt = Vec::new();
-            let note = |place: &char, byte, values: &[u8]| {
-                dealt.push((*place, byte, values[0], values.len()));
-                Ok(())
-            };
-            extents.deal(at, &values, 2, note).unwrap();
-            dealt
-        };
-        assert_eq!(dealt(4, 6), []);
-        assert_eq!(dealt(3, 12), [('a', 6, 0, 2), ('b', 0, 7, 8), ('c', 0, 11, 2)]);
-        assert_eq!(dealt(11, 2), [('b', 2, 0, 4)]);
-    }
-}

@@ -314,26 +314,6 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_change_of_servers_is_shown_until_it_is_over() {
-        let scaling = v1::Scaling {
-            wanted: vec!["host1:7070".into(), "host2:7070".into()],
-            asked_micros: 9,
-            awaited_shards: 2,
-            fetched_bytes: 3 << 20,
-            ..Default::default()
-        };
-        let moving = |scaling: &v1::Scaling| {
-            let scaling = Some(scaling.clone());
-            view_of(Ok(DescribeResponse { scaling, ..answer(20, 100) })).moves
-        };
-        let moves = moving(&scaling).expect("moves");
-        assert_eq!((moves.awaited_shards, moves.wanted.len(), moves.fetched_bytes), (2, 2, 3 << 20));
-        let landed = v1::Scaling { awaited_shards: 0, ..scaling.clone() };
-        assert!(moving(&landed).is_some(), "rank 0 has not fulfilled the wish");
-        assert!(moving(&v1::Scaling { reached_micros: 9, ..landed }).is_none());
-    }
-
-    #[test]
     fn a_step_that_was_taken_back_is_there_once() {
         let mut known = Known::default();
         known.note(&answer(10, 0).steps, 10);

@@ -189,13 +189,6 @@ mod tests {
         Ranks(ranks).wait(&stop, &Left { failed: "It has failed.", at_once: "at once" }).unwrap_err()
     }
 
-    #[test]
-    fn a_rank_zero_that_fails_as_it_stops_has_failed() {
-        let error = ended(vec![rank("trap 'exit 1' USR1")]);
-        assert!(error.downcast_ref::<Stopped>().is_none(), "{error}");
-        assert!(error.to_string().starts_with("rank 0 ended with exit status: 1"), "{error}");
-    }
-
     /// Rank 0 may be writing the last checkpoint.
     #[test]
     fn rank_zero_ends_a_stopped_run_whatever_others_do() {

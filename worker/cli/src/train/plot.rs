@@ -34,37 +34,3 @@ pub(super) fn plot(losses: &[(u64, f32)]) -> Vec<String> {
     lines.push(format!("{}{first}{}{last}", " ".repeat(10), " ".repeat(between)));
     lines
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_falling_loss_falls() {
-        let losses: Vec<(u64, f32)> = (1..=640).map(|step| (step, 5.0 - step as f32 / 160.0)).collect();
-        let lines = plot(&losses);
-        assert_eq!(lines.len(), HEIGHT + 2);
-        assert!(
-            lines[0].starts_with("   4.966 |*") && lines[HEIGHT - 1].starts_with("   1.028 |"),
-            "{lines:#?}"
-        );
-        assert!(lines[HEIGHT - 1].ends_with('*') && lines[HEIGHT - 1].len() == 10 + WIDTH, "{lines:#?}");
-        assert!(
-            lines[HEIGHT + 1].starts_with("          1 ") && lines[HEIGHT + 1].ends_with("step 640"),
-            "{lines:#?}"
-        );
-        // Each column has one mark.
-        let marks: usize = lines.iter().map(|line| line.matches('*').count()).sum();
-        assert_eq!(marks, WIDTH);
-    }
-
-    #[test]
-    fn what_has_no_range_is_drawn_and_what_has_no_steps_is_not() {
-        assert!(
-            plot(&[]).is_empty()
-                && plot(&[(1, 2.0)]).is_empty()
-                && plot(&[(1, f32::NAN), (2, 1.0)]).is_empty()
-        );
-        assert_eq!(plot(&[(1, 2.0), (2, 2.0), (3, 2.0)])[0].matches('*').count(), 3);
-    }
-}

@@ -61,19 +61,3 @@ impl Update {
         self.time.as_secs_f64() * 1e9 / (f64::from(self.passes) * self.params as f64)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use longshore_proto::limits::BLOCK_ELEMENTS;
-
-    use super::*;
-
-    #[test]
-    fn updates_go_on_while_the_work_does() {
-        let mut update = Update::new(2 * BLOCK_ELEMENTS as usize, 2).unwrap();
-        for passes in 1..4 {
-            update.during(|| Ok(())).unwrap();
-            assert!(update.passes >= passes && update.ns_per_param() > 0.0);
-        }
-    }
-}

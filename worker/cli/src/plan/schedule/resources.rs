@@ -78,32 +78,3 @@ impl Line {
         done_at
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shards_go_to_servers_in_turn_across_units() {
-        let part = |group, elements, longest| Part { group, elements, longest };
-        let dealt = deal([10.0, 3.0, 12.0].into_iter(), 4.0, 2);
-        // Shards end at 4, 8, 12, 16, 20, 24 and 28. Units end at 10, 13 and 25.
-        assert_eq!(dealt[0], [part(0, 6.0, 4.0), part(1, 4.0, 4.0)]);
-        assert_eq!(dealt[1], [part(0, 2.0, 2.0), part(1, 1.0, 1.0)]);
-        assert_eq!(dealt[2], [part(1, 7.0, 4.0), part(0, 5.0, 4.0)]);
-        assert_eq!((groups(1.0), groups(8.0), groups(4096.0)), (1, 8, 32));
-    }
-
-    #[test]
-    fn what_is_ready_earlier_fills_the_gaps() {
-        let mut line = Line::default();
-        assert_eq!(line.take(10.0, 5.0), 15.0);
-        assert_eq!(line.take(0.0, 4.0), 4.0);
-        assert_eq!(line.used, [(0.0, 4.0), (10.0, 15.0)]);
-        // Six before the first use's end, two behind it.
-        assert_eq!(line.take(2.0, 8.0), 17.0);
-        assert_eq!(line.used, [(0.0, 17.0)]);
-        assert_eq!((line.take(20.0, 1.0), line.take(18.0, 2.0)), (21.0, 20.0));
-        assert_eq!(line.busy_s, 20.0);
-    }
-}
