@@ -10,13 +10,10 @@ use std::{
 };
 
 use longshore_tests::{
-    binaries,
     command::{Output, longshore},
     conformance::{cluster::Cluster, raw::placement, run, scenario::Scenario, synthetic::Synthetic},
-    process::{DEADLINE, Process},
-    seed::Random,
+    process::DEADLINE,
     server::{self, Longshored, ServerOptions},
-    soak,
     status::job_status,
     train::Train,
 };
@@ -208,44 +205,6 @@ fn forgotten(count: usize, checkpoints: &Path) -> (Train, Vec<Longshored>) {
     train_until_cut(&train);
     servers.iter_mut().for_each(Longshored::kill_and_restart);
     (train, servers)
-}
-
-#[test]
-fn a_restore_that_is_killed_is_finished_by_whoever_comes_next() {
-    let expected = hash();
-    let checkpoints = TempDir::new().unwrap();
-    let (train, mut servers) = forgotten(3, checkpoints.path());
-    let train = train.args(["--checkpoint-every", "0"]);
-    let mut random = Random::new();
-    let addresses = server::addresses(&servers).join(",");
-    let (version, name) = (CHECKPOINT_EVERY, &name(CHECKPOINT_EVERY));
-    for round in 0..soak::pick(6, 200) {
-        let mut command = binaries::command("longshore");
-        command.args(["restore", "--job", "default", "--name", name, "--servers", &addresses]);
-        let mut client = Process::start("longshore restore", &mut command);
-        // A random moment of the client's life.
-        thread::sleep(Duration::from_millis(random.below(80)));
-        client.kill();
-        if round % 2 == 0 {
-            let done = restore(&servers, &["--name", name]);
-            assert_eq!((done.code, done.stdout.as_str()), (0, restored(version).as_str()), "{done:?}");
-            assert_eq!(
-                restore(&servers, &["--name", name]).stdout,
-                done.stdout,
-                "asked again, it is so already"
-            );
-            assert_eq!(job_status(&server::addresses(&servers)).servers[2].version, version);
-        } else {
-            // The workers go back without further flags, since --resume-from names that checkpoint.
-            let run = train.start_with(["--resume-from", name]).finish();
-            assert_eq!(
-                (run.start.first_step, &run.end.state_hash),
-                (version + 1, &expected),
-                "round {round}"
-            );
-        }
-        servers.iter_mut().for_each(Longshored::kill_and_restart);
-    }
 }
 
 #[test]

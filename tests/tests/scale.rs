@@ -454,28 +454,6 @@ fn servers_come_and_go_over_links_that_stop_one_way() {
     }
 }
 
-/// Rank 0 dies at any moment of a change, and its next process goes on from there.
-#[test]
-fn rank_0_is_killed_while_servers_come_and_go() {
-    let (train, mut random) = (Train::new(STEPS).args(["--layers", "3"]), Random::new());
-    let servers = server::servers(3, &ServerOptions::new());
-    let addresses = server::addresses(&servers);
-    let train = (train.undisturbed().hash, train.servers(&addresses[..1]));
-    let (expected, train) = train;
-    let [a, b, c] = [0, 1, 2].map(|server| &servers[server]);
-    for _ in 0..soak::pick(5, 60) {
-        let mut running = train.start();
-        running.until_started();
-        let choices = [vec![a, b, c], vec![a, b], vec![a, c], vec![a]];
-        let asked = scale(&servers[..1], &choices[random.below(4) as usize], &[]);
-        assert_eq!(asked.code, 0, "{asked:?}");
-        spin(random.part_of(Duration::from_millis(150)));
-        running.kill();
-    }
-    let running = train.start();
-    assert_eq!(running.finish().end.state_hash, expected);
-}
-
 /// A server that has left a job says where the job is, instead of beginning it anew.
 #[test]
 fn a_server_that_a_job_has_left_may_stop() {
