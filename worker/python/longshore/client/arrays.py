@@ -207,11 +207,7 @@ def _cannot_write(name: str, what: str) -> LongshoreError:
 
 
 def check_like(name: str, given: HostArray, shape: tuple[int, ...]) -> None:
-    """Refuses an array of another shape.
-
-    Raises:
-        GradientError: naming the array.
-    """
+    """Refuses an array of another shape."""
     if given.shape != shape:
         limit = f"{list(shape)}, as when the job was opened"
         raise invalid(name, list(given.shape), limit, "give the parameter's own", GradientError)

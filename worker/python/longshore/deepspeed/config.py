@@ -365,11 +365,7 @@ class _Keys:
         return value
 
     def check(self) -> None:
-        """Refuses unsupported keys, and warns once of all keys without effect.
-
-        Raises:
-            InvalidError: naming the path, and the right place or the nearest name.
-        """
+        """Refuses unsupported keys, and warns once of all keys without effect."""
         ignored = []
         for path, value in self._given.items():
             line = _keys.line_of(path)

@@ -125,11 +125,7 @@ def _everyones(answer: object) -> list[Any]:
 
 
 def check_same(settings: Any) -> None:
-    """Refuses settings that differ between ranks, on all ranks.
-
-    Raises:
-        InvalidError: naming the first setting that differs, and both ranks' values.
-    """
+    """Refuses settings that differ between ranks, on all ranks."""
     given = asdict(settings)
     given |= given.pop("hyper")
     mine = {field: value for field, value in given.items() if field not in _OWN}

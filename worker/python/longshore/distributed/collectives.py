@@ -73,11 +73,7 @@ def known(error: E) -> E:
 
 
 def refuse() -> None:
-    """Refuses a collective once a rank has failed.
-
-    Raises:
-        UsageError: naming the rank.
-    """
+    """Refuses a collective once a rank has failed."""
     if _failed is not None:
         rank, (_, message, _) = _failed
         raise known(
@@ -288,9 +284,6 @@ class Collective:
 
         Args:
             what: the ranks' activity, for messages.
-
-        Raises:
-            LongshoreError: as :func:`longshore.distributed.collectives.wait` does.
         """
         if self._is_of_device:
             self._work.wait()

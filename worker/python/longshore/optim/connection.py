@@ -311,11 +311,7 @@ class Connection:
             read()
 
     def refuse_other_weights(self) -> None:
-        """Refuses gradients made before the job was opened, with other weights than the job's. Ranks that work together raise together.
-
-        Raises:
-            UsageError: naming the parameter.
-        """
+        """Refuses gradients made before the job was opened, with other weights than the job's. Ranks that work together raise together."""
 
         def refuse() -> None:
             if self._others and self.world_size == 1:
@@ -351,11 +347,7 @@ class Connection:
 
     def check_written(self) -> None:
         """Refuses trained weights written since the last step, unless ``written_weights`` allows the loss. Without a write counted by torch
-        nothing is read.
-
-        Raises:
-            UsageError: naming the parameter.
-        """
+        nothing is read."""
         if not self._looks_for_writes or not isinstance(self.weights, Weights):
             return
         written = self._writes.written()

@@ -210,9 +210,6 @@ class Writes:
             read: writes the servers' weights of a parameter into memory of its shape, or of its shard's.
             image: the type that servers round weights to.
             job: the job's name.
-
-        Raises:
-            UsageError: naming the parameter, also if its shape or type changed.
         """
         # Servers' weights are read into memory of the tensor's current shape, so a changed shape is refused first.
         _params.check_unchanged(written, [])
@@ -272,11 +269,7 @@ class Watch:
 
     def check(self) -> None:
         """Refuses a model in which another parameter has replaced one of the optimizer's. A parameter that moved within the model, or was
-        removed without a replacement, passes.
-
-        Raises:
-            UsageError: naming the parameter.
-        """
+        removed without a replacement, passes."""
         if all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
             return
         here = list(self._parameters())

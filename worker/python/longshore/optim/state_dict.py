@@ -62,11 +62,7 @@ def with_handle(state_dict: dict[str, Any], *, has_moments: bool) -> dict[str, A
 
 
 def check_is_whole(state_dict: dict[str, Any], *, has_moments: bool) -> None:
-    """Refuses a handle without the job's name, which looks like a torch state from before its first step.
-
-    Raises:
-        StateError: saying what to save instead.
-    """
+    """Refuses a handle without the job's name, which looks like a torch state from before its first step."""
     steps = [float(state["step"]) for state in state_dict["state"].values() if "step" in state]
     if any(steps) and not has_moments:
         raise invalid(
@@ -98,11 +94,7 @@ def refuse_to_fill(job: str, version: int) -> Exception:
 
 
 def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
-    """Refuses a handle that differs from the servers' state.
-
-    Raises:
-        StateError: naming the differing field and the remedy.
-    """
+    """Refuses a handle that differs from the servers' state."""
     theirs = given.get(KEY)
     if not isinstance(theirs, dict):
         raise invalid(

@@ -80,11 +80,7 @@ class FrozenParams:
         return []
 
     def read(self, job: Any, version: int, params: list[Param]) -> None:
-        """Gives parameters the job's weights, one at a time. Another process may have made these weights.
-
-        Raises:
-            UsageError: as in :func:`write_frozen`.
-        """
+        """Gives parameters the job's weights, one at a time. Another process may have made these weights."""
         for param in params:
             memory = device.host_empty(param.shape, param.dtype)
             job.pull(version, [param.place(memory)])
@@ -185,11 +181,7 @@ class Filling:
 
 
 def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, described: bool = False) -> None:
-    """Refuses a value that cannot be a parameter's weights or moments. A tensor that is only ``described`` has no memory.
-
-    Raises:
-        StateError: naming the tensor.
-    """
+    """Refuses a value that cannot be a parameter's weights or moments. A tensor that is only ``described`` has no memory."""
     limit = f"a tensor of {list(shape)}"
     if not isinstance(found, Tensor):
         value = "absent" if found is None else type(found).__name__
@@ -283,11 +275,7 @@ def of_torch(
 
 
 def check_sizes(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Refuses a state whose param groups differ in number or size, in torch's words.
-
-    Raises:
-        GroupsError: naming the group.
-    """
+    """Refuses a state whose param groups differ in number or size, in torch's words."""
     saved = state_dict["param_groups"]
     remedy = "build the optimizer with the param groups that the state was saved with"
     if len(saved) != len(groups):
@@ -301,11 +289,7 @@ def check_sizes(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> 
 
 
 def check_groups(state_dict: Mapping[str, Any], groups: list[dict[str, Any]], rule: str) -> None:
-    """Refuses a state of other param groups, as torch does, or of parameters with other names.
-
-    Raises:
-        StateError: naming the group and the parameter.
-    """
+    """Refuses a state of other param groups, as torch does, or of parameters with other names."""
     check_sizes(state_dict, groups)
     for index, (theirs, mine) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
         decoupled = theirs.get("decoupled_weight_decay", rule == "adamw")

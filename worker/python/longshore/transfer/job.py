@@ -156,11 +156,7 @@ class Record:
         return json.loads(data[8:end]), data[end:]
 
     def check_rank(self, job: Any) -> None:
-        """Refuses to train with other settings than rank 0's in the newest commit.
-
-        Raises:
-            InvalidError: naming the first setting that differs, and both ranks' values.
-        """
+        """Refuses to train with other settings than rank 0's in the newest commit."""
         of_rank_0 = job.of_rank_0() if self._rank else None
         if of_rank_0 is None or of_rank_0.startswith(self.data):
             return

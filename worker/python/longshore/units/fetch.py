@@ -207,11 +207,7 @@ class Rounds:
         return self._ends_together((self._meetings, self._turn, place, _digest(what)), f"a use of unit {name}")
 
     def meet(self) -> None:
-        """Waits until all ranks have come here, as at the end of a step. Other ranks may use units meanwhile.
-
-        Raises:
-            LongshoreError: as in :meth:`agree`.
-        """
+        """Waits until all ranks have come here, as at the end of a step. Other ranks may use units meanwhile."""
         if not self._ends_together((self._meetings, _MEETS, 0, 0), "the end of a step"):
             remedy = "call step() as often on each of them, with the same accumulate=, and close() after the same step"
             raise UsageError(f"ranks end different steps: {remedy}")
@@ -226,9 +222,6 @@ class Rounds:
 
         Returns:
             True if all ranks have come, and want the same.
-
-        Raises:
-            LongshoreError: as in :meth:`agree`.
         """
         return self._ends_together((_ENDS, _MEETS, self._meetings, _digest(what)), "close()")
 
