@@ -223,7 +223,7 @@ class Lending:
             for source, bucket in sources:
                 _device.copy_together_in(bucket, source, stream(bucket[0].device))
         finally:
-            self._keep(lent, targets, stream, held)
+            self.hold(lent, held, targets, stream)
 
     def _source(self, address: int, bucket: list[Tensor], held: list[Tensor]) -> Tensor:
         """Returns the source of a bucket: servers' memory, or a host copy of it, kept in ``held``."""
@@ -233,11 +233,8 @@ class Lending:
             held.append(source)
         return source
 
-    def hold(self, memory: list[Tensor], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
-        """Keeps memory of the host until its copies to the targets are done."""
-        self._keep(None, targets, stream, memory)
-
-    def _keep(self, lent: Any, targets: list[Tensor], stream: Callable[[torch.device], Any], held: list[Tensor]) -> None:
+    def hold(self, lent: Any, held: list[Tensor], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
+        """Keeps lent weights, or None, and memory of the host until their copies to the targets are done."""
         events = [_device.accelerator.record(stream(device)) for device in {target.device for target in targets}]
         self._lent.append((lent, events, held))
         # Evaluations fetch units and end no step.

@@ -227,9 +227,7 @@ class UnitWeights:
             # This call comes last, so that an interrupted expect() is repeated as a whole.
             self._job.take_unread_weights()
 
-    def read(self) -> None:
-        """Same as :meth:`expect`: units are fetched at their use."""
-        self.expect()
+    read = expect  # units are fetched at their use
 
     def read_frozen(self) -> set[int]:
         """Reads the frozen weights that servers keep and this process copies. Returns their places in the job."""

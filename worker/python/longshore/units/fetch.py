@@ -143,7 +143,7 @@ class MappedFetch:
             return
         for target, memory in zip(targets, self._staged, strict=True):
             _device.accelerator.copy(target, memory, stream(target.device))
-        lending.hold(self._staged, targets, stream)
+        lending.hold(None, self._staged, targets, stream)
 
 
 #: A rank's message in a round. The smallest message is furthest behind in the step.

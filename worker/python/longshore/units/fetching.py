@@ -35,9 +35,10 @@ class Copies:
     def __init__(self, rounds: Rounds | None, memory: Callable[[Tensor], Tensor]) -> None:
         self._rounds = rounds
         self._memory = memory
-        self._whole: dict[int, Tensor] = {}
-        #: Frozen members that ranks keep in parts: the member, and this rank's pieces with the first element of each.
-        self._parts: dict[int, tuple[Member, list[tuple[Tensor, int]]]] = {}
+        #: Whole copies, by the member's ``id``.
+        self.wholes: dict[int, Tensor] = {}
+        #: Frozen members of which ranks keep parts, the same on all ranks: the member, and this rank's pieces with the first element of each.
+        self.shares: dict[int, tuple[Member, list[tuple[Tensor, int]]]] = {}
 
     def take(self, member: Member) -> None:
         """Keeps a frozen member. A rank keeps only its part if servers and the other ranks have the rest."""
@@ -45,16 +46,16 @@ class Copies:
         if member.kept is not None and share_of(self._rounds, member.tensor) is not None:
             self._take_part(member, member.tensor if copy is None else copy)
         elif copy is not None:
-            self._whole[id(member)] = copy
+            self.wholes[id(member)] = copy
         else:
             self.write(member)
 
     def write(self, member: Member) -> None:
         """Keeps a whole copy of a member's current weights, which serves its later fetches."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            kept = self._whole.get(id(member))
+            kept = self.wholes.get(id(member))
             if kept is None:
-                kept = self._whole[id(member)] = self._memory(member.tensor)
+                kept = self.wholes[id(member)] = self._memory(member.tensor)
             kept.copy_(member.tensor)
 
     def _take_part(self, member: Member, weights: Tensor) -> None:
@@ -63,49 +64,32 @@ class Copies:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             flat = weights.reshape(-1)
             parts = [(flat[start : start + elements], start) for start, elements in of_rank.own]
-            self._parts[id(member)] = member, [(self._memory(part).copy_(part), start) for part, start in parts]
+            self.shares[id(member)] = member, [(self._memory(part).copy_(part), start) for part, start in parts]
 
     def take_all_of(self, names: Iterable[str]) -> None:
         """Keeps whole copies of frozen members instead of parts, before their memory is released."""
         wanted = set(names)
-        for key, (member, _) in list(self._parts.items()):
+        for key, (member, _) in list(self.shares.items()):
             if member.name in wanted:
-                del self._parts[key]
+                del self.shares[key]
                 copy = tensors.built(member.tensor)
                 if copy is None:
                     self.write(member)
                 else:
-                    self._whole[key] = copy
+                    self.wholes[key] = copy
 
     def whole(self, member: Member) -> Tensor | None:
         """Returns a member's whole copy; None without one."""
-        return self._whole.get(id(member))
+        return self.wholes.get(id(member))
 
     def parts(self, member: Member) -> list[tuple[Tensor, int]] | None:
         """Returns this rank's pieces of a member with the first element of each; None unless it keeps a part."""
-        found = self._parts.get(id(member))
+        found = self.shares.get(id(member))
         return None if found is None else found[1]
-
-    def in_parts(self) -> list[tuple[Member, list[tuple[Tensor, int]]]]:
-        """Returns the members of which ranks keep parts, the same on all ranks, with this rank's parts."""
-        return list(self._parts.values())
-
-    def forget_written(self, member: Member) -> None:
-        """Drops a written copy of a member of which a part is kept."""
-        if id(member) in self._parts:
-            self._whole.pop(id(member), None)
-
-    def forget_all_but(self, members: set[int]) -> None:
-        """Drops whole copies except those of ``members``, by ``id``."""
-        self._whole = {key: kept for key, kept in self._whole.items() if key in members}
 
     def add(self, whole: dict[int, Tensor]) -> None:
         """Adds whole copies by the member's ``id``. An existing copy, which may have been written, wins."""
-        self._whole = whole | self._whole
-
-    def end_parts(self) -> None:
-        """Drops all parts."""
-        self._parts.clear()
+        self.wholes = whole | self.wholes
 
 
 def share_of(rounds: Rounds | None, target: Tensor) -> Share | None:
@@ -180,7 +164,7 @@ class Fetcher:
     def written(self) -> list[str]:
         """Returns the frozen members that differ from the servers' weights, judged by this rank's part."""
         names = []
-        for member, parts in self._copies.in_parts():
+        for member, parts in self._copies.shares.values():
             theirs = [(_device.host_empty(part.shape, part.dtype), start) for part, start in parts]
             self._ask([place for part, start in theirs for place in places_of(self._spans, member, part, start)]).read()
             if not all(are_equal(mine, its) for (mine, _), (its, _) in zip(parts, theirs, strict=True)):
@@ -194,7 +178,8 @@ class Fetcher:
     def read_frozen(self, members: list[Member]) -> None:
         """Reads the kept copies or parts of frozen members from the servers, whose job may have changed."""
         for member in members:
-            self._copies.forget_written(member)
+            if id(member) in self._copies.shares:
+                self._copies.wholes.pop(id(member), None)
             parts = self._copies.parts(member) or [(self.kept(member), 0)]
             self._ask([place for part, start in parts for place in places_of(self._spans, member, part, start)]).read()
 
@@ -214,7 +199,7 @@ class Fetcher:
         self._job = job
         self.lending = None if self.lending is None else self.lending.renewed(job)
         self.unread.clear()
-        self._copies.forget_all_but(self._frozen)
+        self._copies.wholes = {key: kept for key, kept in self._copies.wholes.items() if key in self._frozen}
 
     def begin(self, members: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
         """Begins a fetch into the members' memory, on the background thread if it is ``ahead`` of their use. With ``shared`` it fetches
@@ -284,7 +269,7 @@ class Fetcher:
 
     def keep_all(self, members: list[Member]) -> None:
         """Copies all members without a whole copy from the servers, which end next. Nothing is gathered afterwards."""
-        self._copies.end_parts()
+        self._copies.shares.clear()
         self.rounds = None
         kept: dict[int, Tensor] = {}
         for member in members:

@@ -186,7 +186,11 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     found = {name: module for name, module in model.named_modules() if name and type(_inner(module)).__name__ in classes}
     if not found:
         found = dict(_in_lists(model, ""))
-    return _outermost(found)
+    return {
+        name: module
+        for name, module in found.items()
+        if not any(name.startswith(other + ".") for other in found if other != name)
+    }
 
 
 def _inner(module: nn.Module) -> nn.Module:
@@ -200,14 +204,6 @@ def _in_lists(module: nn.Module, lead: str) -> Iterator[tuple[str, nn.Module]]:
             yield lead + name, child
         else:
             yield from _in_lists(child, f"{lead}{name}.")
-
-
-def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    return {
-        name: module
-        for name, module in found.items()
-        if not any(name.startswith(other + ".") for other in found if other != name)
-    }
 
 
 def _named(model: nn.Module, named: Sequence[Named]) -> dict[str, nn.Module]:
