@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from longshore import optim
 from longshore.deepspeed import files
 from longshore.deepspeed.config import Config
-from longshore.errors import InvalidError, UsageError, invalid, warn
+from longshore.errors import UsageError, invalid, warn
 from longshore.transfer import params as _params
 
 __all__ = ["Engine", "initialize"]
@@ -189,13 +189,9 @@ class Engine(Asked):
         """Returns the model's output."""
         if self._config.casts_inputs:
             args, kwargs = _cast(args), _cast(kwargs)
-        with self._autocast():
+        kind = self._config.autocast
+        with contextlib.nullcontext() if kind is None else torch.autocast(self.device.type, dtype=kind):
             return self.module(*args, **kwargs)
-
-    def _autocast(self) -> Any:
-        if self._config.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self._config.autocast)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Computes gradients, which leave during backward.
@@ -398,7 +394,6 @@ class Engine(Asked):
                 "asked for the module alone",
                 "asked for module and optimizer: servers keep both together",
                 "load what save_16bit_model wrote into the model, and start a new job from it",
-                InvalidError,
             )
         # A loaded state continues between steps.
         self.optimizer.zero_grad()

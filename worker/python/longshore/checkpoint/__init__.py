@@ -232,10 +232,13 @@ def save_deepspeed(
             {key: value for key, value in group.items() if key in ("lr", "betas", "eps", "weight_decay")}
             for group in _groups(optimizer)
         ]
-        torch.save(_optimizer_state(applied, groups), made / "zero" / _OPTIMIZER)
+        # The loaders of ZeRO's stages 1 and 2 look for hyperparameters and step count in one place, and that of stage 3 in another.
+        whole = {"state": {0: {_STEP: device.host_number(applied)}}, "param_groups": groups}
+        state = {"param_groups": groups, "optimizer_state_dict": whole, "ds_version": _DEEPSPEED}
+        torch.save(state, made / "zero" / _OPTIMIZER)
         for name in _MODEL_STATES:
             torch.save(_model_states(applied, lr_scheduler), made / name)
-    _files.replace_text(Path(folder) / "latest_universal", tag)
+    _files.replace(Path(folder) / "latest_universal", lambda draft: draft.write_text(tag))
     return tag
 
 
@@ -303,12 +306,6 @@ def _zero_folder(folder: Path, tag: str | None) -> Path:
 def _universal(param: Param) -> dict[str, Any]:
     """Returns the content that DeepSpeed's loaders expect in the file of one array of a parameter."""
     return {"cat_dim": 0, "param": _files.blank(param.shape)}
-
-
-def _optimizer_state(applied: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns hyperparameters and step count where the loaders of ZeRO's stages 1 and 2, and of stage 3, look for them."""
-    whole = {"state": {0: {_STEP: device.host_number(applied)}}, "param_groups": groups}
-    return {"param_groups": groups, "optimizer_state_dict": whole, "ds_version": _DEEPSPEED}
 
 
 def _step_of_all(zero: Path) -> int | None:
@@ -385,8 +382,7 @@ class Saving:
         optimizer.saves_all = optimizer.is_in_memory
         if not optimizer.saves_all and not self._has_warned:
             self._has_warned = True
-            message = f"job {optimizer.job} ends with this process, so nothing can go back to this save: name servers= and job="
-            warn(message)
+            warn(f"job {optimizer.job} ends with this process, so nothing can go back to this save: name servers= and job=")
 
     def save(self, optimizer: Optimizer, step: int) -> None:
         """Brings the newest weights into the parameters, and on rank 0 has a checkpoint written, which ``state_dict`` then names.
@@ -409,5 +405,4 @@ class Saving:
             if self._checkpoint:
                 raise
             self._checkpoint = False
-            message = f"the servers write no checkpoints, so nothing can go back to this save: {error}"
-            warn(message)
+            warn(f"the servers write no checkpoints, so nothing can go back to this save: {error}")

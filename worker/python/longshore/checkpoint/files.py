@@ -71,11 +71,6 @@ def draft(folder: Path) -> Iterator[Path]:
         raise
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replaces a file by a text, as :func:`replace` does."""
-    replace(path, lambda draft: draft.write_text(text))
-
-
 def replace(path: Path, write: Callable[[Path], Any]) -> None:
     """Writes a file beside its place, and moves it there: readers find the old file or the whole new one."""
     draft = path.with_name(f".{path.name}.draft")

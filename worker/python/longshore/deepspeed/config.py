@@ -158,11 +158,7 @@ class Config:
         """Returns the configuration's optimizer, in streaming mode."""
         kind, arguments = self.rule()
         if not self.is_clip_given:
-            message = (
-                "gradient_clipping is left out: 1.0 is used, DeepSpeed's default since 0.19, before which it was 0. "
-                "Write it to be sure"
-            )
-            warn(message)
+            warn("gradient_clipping is left out: 1.0 is used, DeepSpeed's default since 0.19, before which it was 0. Write it to be sure")
         job = {
             "streaming": True,
             "accumulate": self.micro_steps,
@@ -379,8 +375,7 @@ class _Keys:
             else:
                 self._check_unknown(path, value, line)
         if ignored:
-            message = f"without effect here: {', '.join(ignored)}. docs/migrate.md says what holds instead"
-            warn(message)
+            warn(f"without effect here: {', '.join(ignored)}. docs/migrate.md says what holds instead")
 
     def _check_unknown(self, path: str, value: Any, line: str | None) -> None:
         """Refuses an unused key, unless its value or its section is switched off."""

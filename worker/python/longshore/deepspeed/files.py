@@ -72,9 +72,13 @@ def _write(
     if place is not None:
         state["servers"] = _copy(place / optimizer.job / kept, folder / tag, _SERVERS)
     files.replace(folder / tag / _STATE, lambda path: torch.save(state, path))
-    _remove_others(folder / tag, state["servers"])
+    # Checkpoints of the tag's earlier saves, and leftovers of interrupted saves.
+    for pattern in (_SERVERS, f"{_SERVERS}.[0-9]*", files.DRAFTS):
+        for found in (folder / tag).glob(pattern):
+            if found.name != state["servers"]:
+                shutil.rmtree(found, ignore_errors=True)
     if is_latest:
-        files.replace_text(folder / "latest", tag)
+        files.replace(folder / "latest", lambda path: path.write_text(tag))
 
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
@@ -159,11 +163,8 @@ def _load_rest(module: nn.Module, kept: dict[str, Any], is_strict: bool) -> None
     """Loads the weights and buffers that servers do not have."""
     unexpected = module.load_state_dict(kept, strict=False).unexpected_keys
     if unexpected and is_strict:
-        limit, remedy = (
-            "a name of the model",
-            "load it into the model that it was saved from, or pass load_module_strict=False",
-        )
-        raise invalid("checkpoint.module", unexpected[0], limit, remedy, StateError)
+        remedy = "load it into the model that it was saved from, or pass load_module_strict=False"
+        raise invalid("checkpoint.module", unexpected[0], "a name of the model", remedy, StateError)
 
 
 def _trained(engine: Engine) -> set[str]:
@@ -205,11 +206,3 @@ def _copy(source: Path, folder: Path, name: str) -> str:
     with files.draft(folder / free) as made:
         shutil.copytree(source, made, copy_function=link, dirs_exist_ok=True)
     return free
-
-
-def _remove_others(folder: Path, kept: str | None) -> None:
-    """Removes the servers' checkpoints of a tag's earlier saves, and leftovers of interrupted saves."""
-    for pattern in (_SERVERS, f"{_SERVERS}.[0-9]*", files.DRAFTS):
-        for found in folder.glob(pattern):
-            if found.name != kept:
-                shutil.rmtree(found, ignore_errors=True)

@@ -166,8 +166,7 @@ class _Waiting:
         if time.monotonic() - self._start >= _LONG and not self._is_said:
             self._is_said = True
             rank = distributed.get_rank()
-            message = f"rank {rank} still waits for {self._what}, and {self.missing()}: see what they do"
-            warn(message, RuntimeWarning)
+            warn(f"rank {rank} still waits for {self._what}, and {self.missing()}: see what they do", RuntimeWarning)
 
     def missing(self) -> str:
         """Returns a sentence on the ranks that have not come, as far as the store knows."""
@@ -221,7 +220,7 @@ def _raise_failure() -> None:
             said = json.loads(_store().get(_key()))
     if said is not None:
         with contextlib.suppress(RuntimeError):
-            _store().set(_heard(), "")
+            _store().set(key(f"heard/{_jobs}"), "")
         rank, (kind, message, field) = said
         raise elsewhere(*_fail(rank, (kind, message, field)))
 
@@ -230,7 +229,7 @@ def _is_heard() -> bool:
     """Returns whether a rank has read the last failure while it waited in a collective. Otherwise all ranks may have failed alike, and none
     waits for another."""
     try:
-        return bool(_store().check([_heard()]))
+        return bool(_store().check([key(f"heard/{_jobs}")]))
     except RuntimeError:  # the store is gone with rank 0
         return True
 
@@ -251,10 +250,6 @@ def key(what: str) -> str:
 
 def _key() -> str:
     return key(f"failed/{_jobs}")
-
-
-def _heard() -> str:
-    return key(f"heard/{_jobs}")
 
 
 def _waits(rank: int) -> str:
