@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from longshore.checkpoint import Saving
-from longshore.optim.optimizer import Optimizer
+from longshore.optim.optimizer import Optimizer, unwrapped
 
 __all__ = ["Attached", "attach"]
 
@@ -54,7 +54,9 @@ class Attached:
             "prepare_model": self._prepare_model,
             "prepare_optimizer": self._prepare_optimizer,
         }
-        self._replaced = [self._instead(name, act) for name, act in ways.items()]
+        self._replaced = list(ways)
+        for name, act in ways.items():
+            setattr(accelerator, name, _Method(accelerator, name, act))
         for model in accelerator._models:
             self._watch_model(model)
         for optimizer in self._optimizers():
@@ -93,12 +95,8 @@ class Attached:
                 values[f"exposed_ms{end}"] = round(found.exposed_s * 1e3, 3)
         return values
 
-    def _instead(self, name: str, act: Callable[..., Any]) -> str:
-        setattr(self._accelerator, name, _Method(self._accelerator, name, act))
-        return name
-
     def _optimizers(self) -> Iterator[Optimizer]:
-        return filter(None, map(_ours, self._accelerator._optimizers))
+        return filter(None, map(unwrapped, self._accelerator._optimizers))
 
     def _prepare_model(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = inner(*args, **kwargs)
@@ -107,15 +105,15 @@ class Attached:
 
     def _prepare_optimizer(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         wrapped = inner(*args, **kwargs)
-        optimizer = _ours(wrapped)
+        optimizer = unwrapped(wrapped)
         if optimizer is not None:
             self._watch_optimizer(optimizer)
         return wrapped
 
     def _watch_model(self, model: nn.Module) -> None:
         # A model that Accelerate wraps is called with or without the wrapper.
-        unwrapped = self._accelerator.unwrap_model(model)
-        self._handles.append(unwrapped.register_forward_pre_hook(self._before_forward, prepend=True))
+        inner = self._accelerator.unwrap_model(model)
+        self._handles.append(inner.register_forward_pre_hook(self._before_forward, prepend=True))
 
     def _watch_optimizer(self, optimizer: Optimizer) -> None:
         def stepped(optimizer: Any, *_: Any) -> None:
@@ -154,12 +152,6 @@ class Attached:
 
     def _log(self, inner: Callable[..., Any], values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         return inner({**self.report(), **values}, *args, **kwargs)
-
-
-def _ours(optimizer: Any) -> Optimizer | None:
-    """Returns the optimizer of this package, unwrapped from Accelerate's wrapper; None for another one."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return inner if isinstance(inner, Optimizer) else None
 
 
 def attach(accelerator: Accelerator, *, checkpoint: bool | None = None) -> Attached:

@@ -29,7 +29,7 @@ from longshore.checkpoint import Saving
 from longshore.deepspeed import config as _config
 from longshore.deepspeed.config import Config
 from longshore.errors import StateError, UsageError, invalid, warn
-from longshore.optim.optimizer import Optimizer
+from longshore.optim.optimizer import Optimizer, unwrapped
 from longshore.transfer import params, tensors
 
 __all__ = ["Callback", "deepspeed", "newest"]
@@ -386,7 +386,7 @@ def newest(trainer: Trainer) -> str | None:
     last = last_whole(output)
     # Rank 0 writes there next, and all ranks must have found the same folder.
     trainer.accelerator.wait_for_everyone()
-    optimizer = _unwrapped(trainer.optimizer if trainer.optimizer is not None else trainer.create_optimizer())
+    optimizer = unwrapped(trainer.optimizer if trainer.optimizer is not None else trainer.create_optimizer())
     kept = optimizer.resumed if optimizer is not None else None
     if optimizer is None or not kept:
         return str(last) if last is not None else None
@@ -459,10 +459,4 @@ def _leave_unwrapped(model: torch.nn.Module, args: TrainingArguments) -> None:
 
 
 def _ours(kwargs: dict[str, Any]) -> Optimizer | None:
-    return _unwrapped(kwargs.get("optimizer"))
-
-
-def _unwrapped(optimizer: Any) -> Optimizer | None:
-    """Returns the optimizer of this package, unwrapped from Accelerate's wrapper; None for another one."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    return optimizer if isinstance(optimizer, Optimizer) else None
+    return unwrapped(kwargs.get("optimizer"))

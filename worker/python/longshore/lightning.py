@@ -12,7 +12,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 from longshore.checkpoint import Saving
-from longshore.optim.optimizer import Optimizer
+from longshore.optim.optimizer import Optimizer, unwrapped
 
 __all__ = ["Callback", "Strategy"]
 
@@ -100,8 +100,8 @@ class Strategy(SingleDeviceStrategy):
         super().setup(trainer)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        if isinstance(inner, Optimizer):
+        inner = unwrapped(optimizer)
+        if inner is not None:
             self._saving.save(inner, inner.version)
         return super().optimizer_state(optimizer)
 
@@ -131,10 +131,9 @@ class Strategy(SingleDeviceStrategy):
         super().teardown()
 
     def _flush(self) -> None:
-        for optimizer in self.optimizers:
-            inner = getattr(optimizer, "_optimizer", optimizer)
-            if isinstance(inner, Optimizer) and not inner.is_closed:  # closing brought the newest weights
-                inner.flush()
+        for optimizer in filter(None, map(unwrapped, self.optimizers)):
+            if not optimizer.is_closed:  # closing brought the newest weights
+                optimizer.flush()
 
 
 def _here() -> torch.device:
@@ -148,5 +147,4 @@ StrategyRegistry.register("longshore", Strategy, "one device, its optimizer on s
 
 def _ours(trainer: pl.Trainer) -> list[tuple[int, Optimizer]]:
     """Returns the optimizers of this package, with their places among the trainer's."""
-    unwrapped = [getattr(optimizer, "_optimizer", optimizer) for optimizer in trainer.optimizers]
-    return [(index, optimizer) for index, optimizer in enumerate(unwrapped) if isinstance(optimizer, Optimizer)]
+    return [(index, optimizer) for index, optimizer in enumerate(map(unwrapped, trainer.optimizers)) if optimizer is not None]

@@ -455,3 +455,9 @@ def _closed(connection: Connection, embedded: bool, tensors: list[int]) -> None:
         # In a fork the job is the parent's. A failed server has forgotten the job anyway.
         with contextlib.suppress(LongshoreError):
             connection.close(True)
+
+
+def unwrapped(optimizer: Any) -> Optimizer | None:
+    """Returns the optimizer of this package, unwrapped from Accelerate's or Lightning's wrapper; None for another one."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, Optimizer) else None
