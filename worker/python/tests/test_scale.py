@@ -47,6 +47,7 @@ def test_a_script_moves_its_job_and_the_first_server_stops(said: Said) -> None:
             found = train(first.address, move)
     finally:
         logging.getLogger("longshore").setLevel(logging.NOTSET)
+    said.wait_for("job opened")
     assert "max_exposed=0.25" in said.wait_for("moving to other servers").getMessage()
     for known, moved in zip(expected, found, strict=True):
         assert torch.equal(known, moved)

@@ -113,17 +113,6 @@ def test_writes_that_would_be_lost() -> None:
     model.to("cpu")
 
 
-def test_a_frozen_weight_may_be_written() -> None:
-    model, _, size = deep()
-    model.layers[0].requires_grad_(False)
-    optimizer = optimizer_of(model)
-    sharded = longshore.shard(model, optimizer, size // 2)
-    with torch.no_grad():
-        model.layers[0].weight.fill_(0.5)
-    sharded.release()
-    assert bool((model.layers[0].weight == 0.5).all())
-
-
 def test_a_model_that_has_changed() -> None:
     model, optimizer, _ = cut(2)
     train(model, optimizer, steps=1)

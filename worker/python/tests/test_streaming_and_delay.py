@@ -70,19 +70,6 @@ def test_streaming_adds_up_backward_passes_as_torch_does(accumulate_on: str) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_last_step_with_fewer_backward_passes() -> None:
-    safe, streamed = pair("mlp")
-    models = ((safe, {}), (streamed, {"streaming": True, "accumulate": 4}))
-    for model, options in models:
-        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, **options)
-        for passes in (4, 2):
-            for number in range(passes):
-                model.loss(number).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same_bits(safe, streamed)
-
-
 def test_what_is_unfrozen_before_the_first_step_trains() -> None:
     """The parameter could not be watched when the optimizer was built."""
     safe, streamed = pair("mlp")
