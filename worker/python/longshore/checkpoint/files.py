@@ -29,7 +29,6 @@ def mapped(path: Path, content: Callable[[], Any]) -> Any:
     """Writes a file as ``torch.save`` does, without the tensors' values, and maps it.
 
     Args:
-        path: the file.
         content: returns the file's content, whose tensors take no memory.
 
     Returns:

@@ -98,10 +98,6 @@ def telling() -> Iterator[None]:
 def wait(work: Any, what: str) -> None:
     """Waits for a collective of the hosts' memory.
 
-    Args:
-        work: torch.distributed's handle of the collective.
-        what: the ranks' activity, for messages.
-
     Raises:
         LongshoreError: another rank's failure.
         WaitError: if another rank has ended, or has not come within the process group's timeout.
@@ -257,12 +253,7 @@ def _waits(rank: int) -> str:
 
 
 class Collective:
-    """A collective under way. Keeps its tensors until a wait for it.
-
-    Args:
-        work: torch.distributed's handle of the collective.
-        tensors: the tensors that it reads and writes, on one device.
-    """
+    """A collective under way. Keeps the tensors that it reads and writes, all on one device, until a wait for it."""
 
     def __init__(self, work: Any, tensors: Sequence[Tensor]) -> None:
         self._work = work
@@ -275,11 +266,7 @@ class Collective:
         return done
 
     def wait(self, what: str) -> None:
-        """Waits for a collective of host memory. Makes this thread's stream wait for a collective of a device.
-
-        Args:
-            what: the ranks' activity, for messages.
-        """
+        """Waits for a collective of host memory. Makes this thread's stream wait for a collective of a device."""
         if self._is_of_device:
             self._work.wait()
         else:

@@ -256,7 +256,6 @@ class Connection:
         weights.
 
         Args:
-            filling: state with which rank 0 fills a new job.
             found: whether the job existed before.
             in_step: whether the current step may have used the model's weights.
             held: the version that the parameters hold and go on with, for a job that is joined again.
@@ -385,8 +384,6 @@ class Connection:
         """Writes the newest version into contiguous tensors, by parameter and torch's names. State without a tensor is left out.
 
         Args:
-            rule: the optimizer's rule.
-            states: the tensors by parameter.
             alone: whether this rank exports without the other reducing ranks.
 
         Returns:

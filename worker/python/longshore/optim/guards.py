@@ -206,10 +206,8 @@ class Writes:
         """Raises if a parameter differs from the servers' rounded weights. Equal ones are noted again.
 
         Args:
-            written: the parameters to compare, one after the other.
             read: writes the servers' weights of a parameter into memory of its shape, or of its shard's.
             image: the type that servers round weights to.
-            job: the job's name.
         """
         # Servers' weights are read into memory of the tensor's current shape, so a changed shape is refused first.
         _params.check_unchanged(written, [])

@@ -55,11 +55,7 @@ class Stream:
         self.hook()
 
     def hook(self) -> list[Tensor]:
-        """Hooks the parameters that require a gradient and have no hook yet. torch allows no hook on others.
-
-        Returns:
-            The newly hooked parameters.
-        """
+        """Hooks the parameters that require a gradient and have no hook yet, and returns them. torch allows no hook on others."""
         optimizer = self._optimizer()
         assert optimizer is not None
         stream = weakref.ref(self)

@@ -147,11 +147,7 @@ class Gradients:
         return group
 
     def take_together(self, columns: Columns, gradients: Sequence[Any], scale: float = 1.0) -> list[Param]:
-        """Takes the parameters' gradients. Those of the host pass without the interpreter between them.
-
-        Returns:
-            The parameters without a gradient.
-        """
+        """Takes gradients, and returns the parameters that lack one. Those of the host pass without the interpreter between them."""
         places = columns.places(gradients) if set(map(type, gradients)) == {Tensor} else None
         if places is not None:
             self.group.places += places

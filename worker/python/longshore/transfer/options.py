@@ -166,7 +166,6 @@ class Options:
         """Returns checked options.
 
         Args:
-            given: options by name.
             arguments: names of the caller's other arguments, for the message about a wrong name.
 
         Raises:

@@ -345,7 +345,6 @@ def check_missing(missing: list[Param], afterwards: str = "") -> None:
     """Refuses a step with missing gradients.
 
     Args:
-        missing: the parameters without a gradient.
         afterwards: how to continue if the others' gradients have left already.
     """
     if not missing:

@@ -24,11 +24,7 @@ from longshore.transfer import device as _device
 
 
 class Registered:
-    """Pieces of memory that are registered with a device. Each has an object that keeps it mapped.
-
-    Args:
-        read_only: whether this process may only read the pieces.
-    """
+    """Pieces of memory that are registered with a device. Each has an object that keeps it mapped."""
 
     def __init__(self, *, read_only: bool = False) -> None:
         self._read_only = read_only
@@ -87,7 +83,6 @@ class LockedMemory:
     :meth:`Job.push_together` calls :meth:`holds`, so calls never overlap.
 
     Args:
-        job: the Rust half's job.
         dtype: the type in which gradients leave.
     """
 
@@ -189,7 +184,6 @@ class Lending:
     :meth:`release`.
 
     Args:
-        job: the Rust half's job.
         dtype: the type that servers round weights to.
     """
 

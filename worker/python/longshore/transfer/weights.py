@@ -109,8 +109,6 @@ class Weights:
     """Writes weights into the parameters of a job.
 
     Args:
-        params: the parameters.
-        job: the Rust half's job.
         lending: servers' lent memory; None if all weights are copied out of it.
     """
 

@@ -104,8 +104,6 @@ class MappedFetch:
     """Weights requested together, for a copy from servers' mapped memory.
 
     Args:
-        job: the Rust half's job.
-        version: the weights' version.
         asked: the Rust half's request, which returns the weights' addresses.
         parts: each part's span in the job, and the device's flat memory that it is copied to.
     """
@@ -192,7 +190,6 @@ class Rounds:
         """Announces that this rank wants a unit.
 
         Args:
-            name: the unit's name.
             place: the unit's place in the order of use.
             what: the wanted version and weights of the unit.
 

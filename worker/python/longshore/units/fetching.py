@@ -103,7 +103,6 @@ class Fetcher:
     """Fetches weights from servers, copies or other ranks.
 
     Args:
-        job: the Rust half's job.
         version: the trained parameters' current version.
         is_gone: returns whether servers may have overwritten a parameter's weights of this version.
         spans: returns the spans of a parameter's elements in the job.

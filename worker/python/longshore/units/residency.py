@@ -24,11 +24,7 @@ from longshore.units.model import Member, Order, Unit
 
 
 class Nodes:
-    """Units pinned for the nodes of running backward passes, which may be nested.
-
-    Args:
-        lock: the lock of pins. Callers hold it.
-    """
+    """Units pinned for the nodes of running backward passes, which may be nested. Callers hold the lock of pins."""
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self._lock = lock
