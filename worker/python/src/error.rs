@@ -11,7 +11,7 @@ use std::{
 use longshore_proto::Fault;
 use longshore_worker::{
     Error, Interrupt, Result,
-    error::{CallFailed, ChunkRefused, Fenced, GradientError, Interrupted, Invalid, Outdated, Untrusted},
+    error::{GradientError, Interrupted, Invalid},
 };
 use pyo3::{prelude::*, types::PyDict};
 
@@ -135,26 +135,11 @@ fn class(error: &Error) -> &'static str {
 fn fault(error: &Error) -> Option<&Fault> {
     match error {
         Error::Invalid(Invalid(fault)) => Some(fault),
-        Error::Call(failed) => {
-            let CallFailed { fault, .. } = &**failed;
-            Some(fault)
-        }
-        Error::Untrusted(untrusted) => {
-            let Untrusted { fault, .. } = &**untrusted;
-            Some(fault)
-        }
-        Error::Refused(refused) => {
-            let ChunkRefused { fault, .. } = &**refused;
-            Some(fault)
-        }
-        Error::Fenced(fenced) => {
-            let Fenced { fault, .. } = &**fenced;
-            Some(fault)
-        }
-        Error::Outdated(outdated) => {
-            let Outdated { fault, .. } = &**outdated;
-            Some(fault)
-        }
+        Error::Call(failed) => Some(&failed.fault),
+        Error::Untrusted(untrusted) => Some(&untrusted.fault),
+        Error::Refused(refused) => Some(&refused.fault),
+        Error::Fenced(fenced) => Some(&fenced.fault),
+        Error::Outdated(outdated) => Some(&outdated.fault),
         _ => None,
     }
 }
