@@ -1,4 +1,4 @@
-"""A rank of test_ranks.py and test_train_later.py. Starts like a process of torchrun."""
+"""A rank of test_ranks.py and test_frozen.py. Starts like a process of torchrun."""
 
 import math
 import random

@@ -1,5 +1,6 @@
-"""A job's first weights, on two ranks of this process: jobs opened by the first gradients, and jobs opened before."""
+"""Jobs of two ranks in this process: their first weights, and settings that decide a run's bits. A change on a restart is named."""
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +11,7 @@ from models import pair, same_bits
 from torch import nn
 
 import longshore
-from longshore import errors
+from longshore import LossScale, errors
 
 ROUNDS = [{"image_dtype": "bf16"}, {"master": "bf16"}]
 
@@ -71,3 +72,42 @@ def test_open_gives_all_ranks_the_weights_as_servers_round_them(servers: str, ro
         rank.optimizer.open()
     assert same_bits(ranks[0].model, ranks[1].model)
     assert not same_bits(ranks[0].model, pair("mlp")[0])
+
+
+FIRST: dict[str, Any] = {"lr": 1e-3, "max_grad_norm": 1.0, "streaming": True, "accumulate": 1}
+
+
+def train_alone(servers: str, job: str, steps: int = 1, **options: Any) -> None:
+    model, _ = pair("mlp")
+    with longshore.AdamW(model.named_parameters(), servers=servers, job=job, **{**FIRST, **options}) as optimizer:
+        for number in range(optimizer.version, optimizer.version + steps):
+            (model.loss(number) * optimizer.loss_scale).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("changed", "named"), [
+    ({"max_grad_norm": None}, r"max_grad_norm=1\.0, and now max_grad_norm=None"),
+    ({"lr": 1e-2, "weight_decay": 0.5}, r"lr=0\.001, and now lr=0\.01, weight_decay=0\.01, and now weight_decay=0\.5"),
+    ({"loss_scale": LossScale(initial=4.0, dynamic=False)}, "loss_scale=None, and now"),
+])
+def test_a_restart_names_settings_that_change_bits(servers: str, changed: dict[str, Any], named: str) -> None:
+    train_alone(servers, "changed")
+    with warnings.catch_warnings(action="error"):
+        train_alone(servers, "changed", deadline=30.0, layerwise=False)
+    with pytest.warns(UserWarning, match=f"job changed was trained so far with {named}.*: its bits are those of neither"):
+        train_alone(servers, "changed", **changed)
+
+
+@pytest.mark.parametrize(("changed", "named"), [
+    ({"max_grad_norm": 2.0}, r"max_grad_norm is 2\.0 on rank 1, but must be 1\.0, as on rank 0"),
+    ({"lr": 2e-3}, r"lr is 0\.002 on rank 1, but must be 0\.001, as on rank 0"),
+    ({"delay": 1, "warmup_steps": 3}, "warmup_steps is 3 on rank 1, but must be 2, as on rank 0"),
+])
+def test_a_rank_with_other_settings_ends(servers: str, changed: dict[str, Any], named: str) -> None:
+    same = {"delay": 1, "warmup_steps": 2} if "delay" in changed else {}
+    ranks = [Rank(number, servers, "ranks", **{**FIRST, **same, **(changed if number else {})}) for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(rank.train, 1 + rank.rank) for rank in ranks]
+        ended[0].result(60)
+        with pytest.raises(errors.InvalidError, match=named):
+            ended[1].result(60)
