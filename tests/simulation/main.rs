@@ -98,7 +98,7 @@ struct Cluster {
     operators: Mutex<Vec<ProcessId>>,
     /// Servers that are lost, or taken for lost.
     lost: Mutex<BTreeSet<usize>>,
-    /// Those of them that no operator speaks of: rank 0 gives them up.
+    /// Lost servers that no operator speaks of: rank 0 gives them up.
     unsaid: Mutex<BTreeSet<usize>>,
     /// The last state of a shard is lost, together with a rank.
     is_beyond: AtomicBool,

@@ -33,7 +33,7 @@ impl Cluster {
         let Reached { peers, lost } = self.reach(servers, start).await?;
         let asked: Vec<Peer> = peers.values().cloned().collect();
         let slow = start + self.options.slow_deadline;
-        // Of servers that may be lost, each has answered a moment ago.
+        // Every server of a job with replicas has answered a moment ago, or is left out.
         let end = if self.spec().replicas > 1 { Instant::now() } else { start + self.options.deadline };
         let ends = (end, slow);
         let Some((placement, numbers)) = discover(self.job().as_str(), &asked, ends).await else {

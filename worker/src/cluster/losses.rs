@@ -100,7 +100,9 @@ impl Cluster {
                 told.map_err(|status| fault_from_status(&status, &peer.address))
             });
             if let Some(fault) = join_all(told).await.into_iter().find_map(Result::err) {
-                tracing::warn!(job = %self.job(), ?lost, %fault, "lost servers are not given up yet");
+                if self.waits.is_turn_to_tell() {
+                    tracing::warn!(job = %self.job(), ?lost, %fault, "lost servers are not given up yet");
+                }
                 return Vec::new();
             }
         }

@@ -144,7 +144,8 @@ impl Cluster {
 
     /// Returns true once after a server came back: the job may have it again.
     pub(crate) fn takes_back(&self) -> bool {
-        self.members.change(|state| std::mem::take(&mut state.is_back))
+        self.members.read(|state| state.is_back)
+            && self.members.change(|state| std::mem::take(&mut state.is_back))
     }
 
     /// The servers that are given up, and that no decision says to be lost yet.
@@ -335,7 +336,7 @@ pub(super) async fn discover(
                 answers[at].as_ref().map(|seen| (seen.version, seen.epoch, seen.changed))
             })?;
             answers[farthest].as_ref().filter(|seen| seen.changed)?;
-            // A lost answer does not say that the servers are the first ones.
+            // Without this answer the placement is unknown, and the servers are asked again.
             if let Some(placement) = placement_of(&peers[farthest], job).await {
                 let is_member = |server: &ServerId| placement.members().any(|member| member == *server);
                 let number = |seen: Option<Seen>| seen.map(|seen| seen.server).filter(is_member);
