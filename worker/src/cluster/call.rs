@@ -74,6 +74,8 @@ impl Cluster {
             let (peer, begun) = (&self.peers[server], Instant::now());
             let fault = match host::timeout_at(end, request(peer.clone())).await {
                 Ok(Ok(response)) => return Ok(response.into_inner()),
+                // A repeated deletion finds no job, as it should.
+                Ok(Err(status)) if call == "DeleteJob" => fault_from_status(&status, &peer.address),
                 Ok(Err(status)) => self.fault(server, &status),
                 // The last refusal says more than the time.
                 Err(_) => refused.take().unwrap_or_else(|| {
@@ -102,16 +104,14 @@ impl Cluster {
     }
 
     /// Returns the fault of a server's answer. A server without the job was started again. It counts as silent where others
-    /// have its shards: rank 0 gives it up.
+    /// have its shards: rank 0 gives it up. A job that is deleted is on no server.
     pub(crate) fn fault(&self, server: ServerId, status: &Status) -> Fault {
         let fault = fault_from_status(status, self.address(server));
         let is_gone = fault.kind == FaultKind::NotFound && fault.field == "job";
         if !is_gone || self.spec().replicas == 1 || !self.trained.load(Relaxed) {
             return fault;
         }
-        let placement = self.placement();
-        let is_member = placement.members().any(|member| member == server);
-        if !is_member || placement.last_of(&[server]).is_some() {
+        if !self.is_made_up_for(server) {
             return fault;
         }
         let (limit, remedy) = ("still known there", "rank 0 gives the server up");

@@ -37,14 +37,16 @@ struct State {
     connected: Vec<ServerId>,
     /// Servers that are gone for good, as an operator says. A decision of rank 0 will say so too.
     lost: BTreeSet<ServerId>,
+    /// Servers that have said to hold nothing of the job.
+    forgetful: BTreeSet<ServerId>,
     /// A server that rank 0 has given up runs again, without the job.
     is_back: bool,
 }
 
 impl Members {
     pub(super) fn new(placement: Placement, connected: Vec<ServerId>) -> Members {
-        let (placement, lost, is_back) = (Arc::new(placement), BTreeSet::new(), false);
-        let state = State { placement, connected, lost, is_back };
+        let (lost, forgetful, is_back) = Default::default();
+        let state = State { placement: Arc::new(placement), connected, lost, forgetful, is_back };
         Members { state: RwLock::new(state), changed: Notify::new() }
     }
 
@@ -135,6 +137,16 @@ impl Cluster {
         let scaling = answers.values().flatten().filter_map(|answer| answer.scaling.as_ref());
         self.give_up(&scaling.flat_map(|scaling| scaling.lost.clone()).collect::<Vec<_>>());
         answers
+    }
+
+    /// Notes that a server of the job holds nothing of it. Returns true if others have all of its shards.
+    pub(super) fn is_made_up_for(&self, server: ServerId) -> bool {
+        self.members.change(|state| {
+            state.forgetful.insert(server);
+            let gone: Vec<ServerId> = state.lost.union(&state.forgetful).copied().collect();
+            let is_member = state.placement.members().any(|member| member == server);
+            is_member && state.placement.last_of(&gone).is_none()
+        })
     }
 
     /// Notes that a server that rank 0 has given up runs again, without the job.
