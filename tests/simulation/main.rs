@@ -302,7 +302,7 @@ impl Cluster {
     /// Starts another number of ranks, as torchrun does: all processes of before have ended, or some are stopped and
     /// go on later.
     async fn resize(self: &Arc<Self>) {
-        if self.is_resizing.swap(true, Relaxed) {
+        if self.is_idle.load(Relaxed) || self.is_resizing.swap(true, Relaxed) {
             return;
         }
         let sim = &self.sim;

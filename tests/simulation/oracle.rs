@@ -66,6 +66,8 @@ pub(crate) enum Plant {
     UnfetchedCounts,
     /// A server misses that a decision gives up another one.
     LossForgotten,
+    /// A server keeps the word of a loss after the decision: the address may be in the job again.
+    LossKept,
     /// A shard is handed over without the image of the version before.
     OlderUnsent,
     /// A change of the placement between two steps is answered before the drive has it.
@@ -77,12 +79,16 @@ impl Plant {
     pub(crate) fn is_of_replicas(self) -> bool {
         matches!(
             self,
-            Plant::ReplicaUnawaited | Plant::LentUnawaited | Plant::UnfetchedCounts | Plant::LossForgotten
+            Plant::ReplicaUnawaited
+                | Plant::LentUnawaited
+                | Plant::UnfetchedCounts
+                | Plant::LossForgotten
+                | Plant::LossKept
         )
     }
 }
 
-pub(crate) const PLANTS: [Plant; 26] = [
+pub(crate) const PLANTS: [Plant; 27] = [
     Plant::AcknowledgedUnstored,
     Plant::OriginIgnored,
     Plant::DurableAtOnce,
@@ -107,6 +113,7 @@ pub(crate) const PLANTS: [Plant; 26] = [
     Plant::LentUnawaited,
     Plant::UnfetchedCounts,
     Plant::LossForgotten,
+    Plant::LossKept,
     Plant::OlderUnsent,
     Plant::PlacementUnkept,
 ];

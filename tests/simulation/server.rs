@@ -595,7 +595,7 @@ impl Server {
                 work => work?,
             };
             instance.works.extend(work);
-            if has_lost {
+            if has_lost && !self.oracle.has(Plant::LossKept) {
                 let Instance { wanted, machine, .. } = &mut *instance;
                 wanted.forget_losses(machine.placement());
                 let works = machine.lose(wanted.lost.clone());

@@ -78,7 +78,10 @@ impl Gradients {
         let owner = |shard| placement.owner_at(ShardId(shard), step);
         // Weights of a shard that moves come from another server than the one that reads its gradient.
         let stays = |shard| owner(shard) == placement.owner(ShardId(shard));
-        let way = |shard| if stays(shard) { by_server[owner(shard)] } else { Way::Chunks };
+        let way = |shard| match by_server.get(owner(shard)) {
+            Some(way) if stays(shard) => *way,
+            _ => Way::Chunks,
+        };
         (0..cluster.layout.shards()).map(way).collect()
     }
 
