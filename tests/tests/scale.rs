@@ -152,8 +152,39 @@ fn move_without_ranks(tier: &str, more: &[&str]) {
         let asked = ["status", "--servers", &addresses[2..].join(",")];
         eventually("the recovery of both", || (longshore(asked).code == 0).then_some(()));
     }
-    let run = train.servers(&addresses[2..]).start().finish();
+    // Servers that the job has left need not run, also where they are listed.
+    let run = train.servers(&addresses).start().finish();
     assert_eq!(run.end.state_hash, expected, "{tier}");
+}
+
+/// A server that answers at another address is still the one that has its shards, for ranks and for other servers.
+#[test]
+fn a_server_has_another_address() {
+    let (homes, train) = (Homes::new(), Train::new(STEPS).args(["--layers", "3"]));
+    let expected = train.undisturbed().hash;
+    for has_moved in [false, true] {
+        let servers = server::servers(3, &homes.options());
+        let [a, b, c] = [0, 1, 2].map(|at| servers[at].address().to_string());
+        let link = Proxy::before(&servers[1]);
+        let before = link.address().to_string();
+        let train = train.clone().args(["--tier", "nvme"]);
+        let mut running = train.clone().servers(&[a.clone(), before.clone()]).start();
+        running.until_step(3);
+        let scale = |to: &[&String]| {
+            let to = to.iter().map(|server| server.as_str()).collect::<Vec<_>>().join(",");
+            let asked = ["scale", "--job", "default", "--servers", &a, "--to", &to, "--wait"];
+            let done = longshore(asked);
+            assert_eq!(done.code, 0, "{done:?}");
+        };
+        if has_moved {
+            scale(&[&a, &before, &c]);
+        }
+        drop((running.kill(), link));
+        let mut running = train.servers(&[a.clone(), b.clone()]).start();
+        running.until_steps(3);
+        scale(&[&a, &c]);
+        assert_eq!(running.finish().end.state_hash, expected);
+    }
 }
 
 /// The newest wish counts, also in the middle of the moves of another one.

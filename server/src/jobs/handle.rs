@@ -15,7 +15,7 @@ use longshore_engine::{
     step::{Wanted, Work},
     tier::{Storage, StoredJob},
 };
-use longshore_proto::{Fault, FaultKind, Step, Version};
+use longshore_proto::{Fault, FaultKind, ServerId, Step, Version};
 use tokio::{sync::watch, time::Instant};
 
 use super::{
@@ -79,6 +79,14 @@ impl JobHandle {
         let mut known = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
         known.forget_losses(&self.job.placement());
         self.perform(self.job.lose(known.lost.clone()));
+    }
+
+    /// Takes the address at which a server of the job answers now. Shards are fetched from there, and the wish names it so.
+    pub(crate) fn readdress(&self, server: ServerId, address: &str) {
+        let Some(before) = self.job.readdress(server, address) else { return };
+        tracing::info!(job = %self.job.spec().name, %server, before, address, "a server of the job has another address");
+        let mut known = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        known.servers.iter_mut().filter(|wanted| **wanted == before).for_each(|of| *of = address.to_string());
     }
 
     /// Returns the elements of this server's shards, padding included.

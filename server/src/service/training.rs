@@ -250,6 +250,9 @@ impl Services {
         let job = Arc::clone(&handle.job);
         blocking(move || job.protocol.keep_joined()).await?;
         handle.stages.joined();
+        if rank == Rank(0) {
+            request.moved.iter().for_each(|of| handle.readdress(ServerId(of.server), &of.address));
+        }
         // After a restart of this server, its ranks join again.
         handle.fetch_awaited(self.tls_dir.as_deref());
         let (version, transport) = (progress.version.0, self.transport);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use futures_util::{StreamExt, future::join_all, stream::FuturesUnordered};
 use longshore_proto::{Fault, Placement, Rank, ServerId};
-use longshore_wire::local;
+use longshore_wire::{local, v1::MemberAddress};
 
 use super::{
     Backoff, Cluster, Peer,
@@ -38,6 +38,12 @@ impl Cluster {
         let ends = (end, slow);
         let Some((placement, numbers)) = discover(self.job().as_str(), &asked, ends).await else {
             peers.into_iter().for_each(|(server, peer)| self.add_peer(server, peer));
+            if self.options.rank == Rank(0)
+                && let Some(first) = asked.first()
+                && let Some(known) = placement_of(first, self.job().as_str()).await
+            {
+                self.members.readdress(self.moved_from(&known).await);
+            }
             self.give_up(&lost);
             // The first placement may not allow these losses: then a newer one exists, and its answer was lost.
             for server in self.servers() {
@@ -69,7 +75,9 @@ impl Cluster {
         for &server in &connected {
             self.meet(server, &placement.servers[server.0 as usize]).await?;
         }
+        let moved = self.moved_from(&placement).await;
         let members = Members::new(placement, connected);
+        members.readdress(moved);
         members.give_up(&lost);
         Ok(Some(members))
     }
@@ -92,6 +100,24 @@ impl Cluster {
                 Err(_) => {}
             }
         }
+    }
+
+    /// The servers that rank 0 has reached at another address than a placement's, and that do not answer there any more.
+    async fn moved_from(&self, placement: &Placement) -> Vec<MemberAddress> {
+        let moved = async |server: ServerId| {
+            let (known, peer) = (&placement.servers[server.0 as usize], self.peers.get(server)?);
+            if *known == peer.address || self.options.rank != Rank(0) {
+                return None;
+            }
+            let soon = (Instant::now(), Instant::now() + GLANCE);
+            let answer = match self.dial(known, soon).await {
+                Ok(before) => seen(&before, self.job().as_str()).await.ok().flatten(),
+                Err(_) => None,
+            };
+            let is_there = answer.is_some_and(|seen| seen.server == server);
+            (!is_there).then(|| MemberAddress { server: server.0, address: peer.address.clone() })
+        };
+        join_all(placement.members().map(moved)).await.into_iter().flatten().collect()
     }
 
     /// Connects with a server. Where others may have its shards, it also has to answer: its process may be stopped.

@@ -12,7 +12,7 @@ use longshore_proto::{
 };
 use longshore_wire::{
     Wire, fault_from_status,
-    v1::{DescribeRequest, DescribeResponse, Phase},
+    v1::{DescribeRequest, DescribeResponse, MemberAddress, Phase},
 };
 use tokio::sync::Notify;
 use tonic::{Code, Status};
@@ -41,12 +41,14 @@ struct State {
     forgetful: BTreeSet<ServerId>,
     /// A server that rank 0 has given up runs again, without the job.
     is_back: bool,
+    /// Servers that rank 0 reaches at another address than the job's servers do.
+    moved: Vec<MemberAddress>,
 }
 
 impl Members {
     pub(super) fn new(placement: Placement, connected: Vec<ServerId>) -> Members {
-        let (lost, forgetful, is_back) = Default::default();
-        let state = State { placement: Arc::new(placement), connected, lost, forgetful, is_back };
+        let (lost, forgetful, is_back, moved) = Default::default();
+        let state = State { placement: Arc::new(placement), connected, lost, forgetful, is_back, moved };
         Members { state: RwLock::new(state), changed: Notify::new() }
     }
 
@@ -54,6 +56,17 @@ impl Members {
         let changed = change(&mut self.state.write().unwrap_or_else(PoisonError::into_inner));
         self.changed.notify_waiters();
         changed
+    }
+
+    /// Notes the addresses of servers that answer at another one than the job's servers know.
+    pub(super) fn readdress(&self, moved: Vec<MemberAddress>) {
+        self.change(|state| {
+            let servers = &mut Arc::make_mut(&mut state.placement).servers;
+            for MemberAddress { server, address } in &moved {
+                servers.get_mut(*server as usize).into_iter().for_each(|known| known.clone_from(address));
+            }
+            state.moved = moved;
+        });
     }
 
     pub(super) fn give_up(&self, addresses: &[String]) {
@@ -193,6 +206,11 @@ impl Cluster {
             let address = state.placement.servers.get(server.0 as usize);
             address.is_some_and(String::is_empty) || state.lost.contains(&server)
         })
+    }
+
+    /// The servers that answer at another address than the job's servers know.
+    pub(crate) fn moved(&self) -> Vec<MemberAddress> {
+        self.members.read(|state| state.moved.clone())
     }
 
     /// Waits until a server has left the job, or is given up.
@@ -365,7 +383,7 @@ pub(super) async fn discover(
 /// A server's word on a job.
 pub(super) struct Seen {
     pub(super) version: Version,
-    server: ServerId,
+    pub(super) server: ServerId,
     /// The placement's epoch, where the job's servers may have changed.
     pub(super) epoch: Epoch,
     pub(super) changed: bool,

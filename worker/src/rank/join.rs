@@ -33,6 +33,7 @@ fn request(cluster: &Cluster, incarnation: Incarnation) -> JoinRequest {
         incarnation: incarnation.0,
         fence_only: false,
         world_size: cluster.options.world_size,
+        moved: cluster.moved(),
     }
 }
 

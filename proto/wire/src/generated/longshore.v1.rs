@@ -1454,7 +1454,7 @@ pub struct RestoreProgress {
     #[prost(bool, tag = "3")]
     pub held: bool,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct JoinRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
@@ -1471,6 +1471,16 @@ pub struct JoinRequest {
     /// begin anew, and the other ranks join again. Their Join is UNAVAILABLE until rank 0 has said the same. 0 leaves it as it is.
     #[prost(uint32, tag = "5")]
     pub world_size: u32,
+    /// Of rank 0: servers of the job that answer at another address now than the placement's. Others fetch shards from there.
+    #[prost(message, repeated, tag = "6")]
+    pub moved: ::prost::alloc::vec::Vec<MemberAddress>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct MemberAddress {
+    #[prost(uint32, tag = "1")]
+    pub server: u32,
+    #[prost(string, tag = "2")]
+    pub address: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct JoinResponse {

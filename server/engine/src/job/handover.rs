@@ -5,7 +5,9 @@
 
 use std::{ops::Range, sync::atomic::Ordering};
 
-use longshore_proto::{Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ShardId, Step, Version};
+use longshore_proto::{
+    Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ServerId, ShardId, Step, Version,
+};
 
 use super::{Job, compute::BLOCK, open::exhausted};
 use crate::{
@@ -93,6 +95,11 @@ impl Job {
         self.protocol.keep_joined()?;
         self.protocol.notify();
         Ok(true)
+    }
+
+    /// Takes the address at which a server of the job answers now. Returns the one before, if that is another.
+    pub fn readdress(&self, server: ServerId, address: &str) -> Option<String> {
+        self.protocol.machine().readdress(server, address)
     }
 
     /// The shards that this server owns at a step, in forward order.

@@ -38,6 +38,13 @@ impl Machine {
         &self.placement
     }
 
+    /// Takes the address at which a server of the job answers now. Returns the one before, if that is another.
+    pub fn readdress(&mut self, server: ServerId, address: &str) -> Option<String> {
+        let known = self.placement.servers.get_mut(server.0 as usize)?;
+        let is_other = !known.is_empty() && !address.is_empty() && known != address;
+        is_other.then(|| std::mem::replace(known, address.to_string()))
+    }
+
     /// The placement, if it is another one than that which this server was opened with.
     pub fn changed_placement(&self) -> Option<Placement> {
         self.has_moved.then(|| self.placement.clone())
