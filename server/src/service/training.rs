@@ -325,7 +325,8 @@ impl Services {
             let joined = Joined {
                 incarnation: wire::incarnation_from_wire(member.incarnation)?,
                 at: Version(member.joined_at),
-                fence_only: false,
+                // Other ranks join this server later. The answer that names them may tell of a process that has only fenced.
+                fence_only: member.rank != 0,
                 world_size,
             };
             let limit = format!("below the world size, {}", ranks.len());

@@ -53,9 +53,8 @@ impl Server {
 
     /// The version at which a process has joined here.
     pub(crate) fn joined_at(&self, rank: Rank, incarnation: Incarnation) -> Option<Version> {
-        let ranks = self.instance().as_ref()?.machine.ranks();
-        let of = ranks.into_iter().find(|of| of.rank == rank && of.incarnation == Some(incarnation));
-        of.map(|of| of.joined_at)
+        let of = self.instance().as_ref()?.machine.joined(rank)?;
+        (of.incarnation == incarnation && !of.fence_only).then_some(of.at)
     }
 
     pub(super) fn open(self: &Arc<Self>, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
@@ -164,8 +163,8 @@ impl Server {
         let mut ranks = vec![None; most as usize];
         for member in request.ranks {
             let incarnation = wire::incarnation_from_wire(member.incarnation)?;
-            ranks[member.rank as usize] =
-                Some(Joined { incarnation, at: Version(member.joined_at), fence_only: false, world_size });
+            let (at, fence_only) = (Version(member.joined_at), member.rank != 0);
+            ranks[member.rank as usize] = Some(Joined { incarnation, at, fence_only, world_size });
         }
         let life = self.with(|instance| {
             instance.machine.begin_without_shards(incarnation, placement, record, &ranks)?;
