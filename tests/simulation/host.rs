@@ -470,8 +470,9 @@ impl SimulatedHost for Host {
         if self.sim.is_random { self.sim.random() } else { 0 }
     }
 
-    fn connect(&self, address: &str) -> Channel {
-        crate::network::connect(&self.sim, self.process, address)
+    fn connect(&self, address: &str) -> Option<Channel> {
+        self.sim.network.server(address).filter(|server| !self.sim.is_dead(server.process))?;
+        Some(crate::network::connect(&self.sim, self.process, address))
     }
 }
 

@@ -51,7 +51,7 @@ impl Network {
         lock(&self.servers).insert(address.into(), Arc::clone(server));
     }
 
-    fn server(&self, address: &str) -> Option<Arc<Server>> {
+    pub(crate) fn server(&self, address: &str) -> Option<Arc<Server>> {
         lock(&self.servers).get(address).cloned()
     }
 

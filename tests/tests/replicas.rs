@@ -109,7 +109,8 @@ fn servers_of_a_delayed_job_are_lost_one_after_the_other() {
 #[test]
 fn a_job_outlives_servers_that_no_operator_speaks_of() {
     let train = replicated(soak::pick(300, 2500), 2, &DELAYED).args(["--deadline-s", "15"]);
-    let train = train.allow("still waiting for a server").allow("not given up yet");
+    let train =
+        train.allow("still waiting for a server").allow("not given up yet").allow("cannot be changed yet");
     let expected = undisturbed(&train);
     let mut random = Random::new();
     let mut servers = server::servers(3, &ServerOptions::new());

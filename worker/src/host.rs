@@ -32,8 +32,8 @@ pub trait SimulatedHost: Send + Sync {
 
     fn random(&self) -> u64;
 
-    /// Returns a connection to a server.
-    fn connect(&self, address: &str) -> Channel;
+    /// Returns a connection to a server. None if no process listens there.
+    fn connect(&self, address: &str) -> Option<Channel>;
 }
 
 thread_local! {

@@ -10,10 +10,10 @@ use super::{
     Backoff, Cluster, Peer,
     call::recovers,
     losses::{Answer, LOOK},
-    members::{GLANCE, Members, Seen, discover, placement_of, seen},
+    members::{Discovered, GLANCE, Members, Seen, discover, placement_of, seen},
 };
 use crate::{
-    error::Result,
+    error::{Result, Unreachable},
     host::{self, Instant},
 };
 
@@ -29,14 +29,9 @@ struct Reached {
 impl Cluster {
     /// Connects with the listed servers; then, if the job's servers have changed since it was opened, with those.
     pub(super) async fn connect_all(&self, servers: &[String]) -> Result<Option<Members>> {
-        let start = Instant::now();
-        let Reached { peers, lost } = self.reach(servers, start).await?;
+        let (Reached { peers, mut lost }, found) = self.discover_all(servers).await?;
         let asked: Vec<Peer> = peers.values().cloned().collect();
-        let slow = start + self.options.slow_deadline;
-        // Every server of a job with replicas has answered a moment ago, or is left out.
-        let end = if self.spec().replicas > 1 { Instant::now() } else { start + self.options.deadline };
-        let ends = (end, slow);
-        let Some((placement, numbers)) = discover(self.job().as_str(), &asked, ends).await else {
+        let Discovered::Changed { placement, numbers, lost: known } = found else {
             peers.into_iter().for_each(|(server, peer)| self.add_peer(server, peer));
             if self.options.rank == Rank(0)
                 && let Some(first) = asked.first()
@@ -51,6 +46,7 @@ impl Cluster {
             }
             return Ok(None);
         };
+        lost.extend(known);
         for (number, peer) in numbers.into_iter().zip(asked) {
             // The address tells the number of a member that is slow to answer.
             let of_address = || {
@@ -69,9 +65,13 @@ impl Cluster {
                 }
             }
         }
-        let members =
-            placement.members().filter(|server| !lost.contains(&placement.servers[server.0 as usize]));
-        let connected: Vec<ServerId> = members.collect();
+        let is_lost = |server: &ServerId| lost.contains(&placement.servers[server.0 as usize]);
+        let (mut gone, mut connected): (Vec<ServerId>, Vec<ServerId>) =
+            placement.members().partition(is_lost);
+        if placement.last_of(&gone).is_some() {
+            connected.append(&mut gone);
+            connected.sort_unstable();
+        }
         for &server in &connected {
             self.meet(server, &placement.servers[server.0 as usize]).await?;
         }
@@ -80,6 +80,27 @@ impl Cluster {
         members.readdress(moved);
         members.give_up(&lost);
         Ok(Some(members))
+    }
+
+    /// Connects with the listed servers, and asks them for the newest placement until all answers that tell are there.
+    async fn discover_all(&self, servers: &[String]) -> Result<(Reached, Discovered)> {
+        let (start, mut backoff) = (Instant::now(), Backoff::new());
+        let end = start + self.options.deadline;
+        let has_replicas = self.spec().replicas > 1;
+        loop {
+            let reached = self.reach(servers, start).await?;
+            let asked: Vec<Peer> = reached.peers.values().cloned().collect();
+            // Every server of a job with replicas has answered a moment ago, or is left out.
+            let silent = if has_replicas { Instant::now() } else { end };
+            match discover(self.job().as_str(), &asked, (silent, start + self.options.slow_deadline)).await {
+                Discovered::Unclear(_) if has_replicas && backoff.pause(end).await => {}
+                Discovered::Unclear(silent) => {
+                    let (server, cause) = (asked[silent].address.clone(), "no answer to Describe".into());
+                    return Err(Unreachable { server, tried: start.elapsed(), cause }.into());
+                }
+                found => return Ok((reached, found)),
+            }
+        }
     }
 
     /// Connects with the listed servers until the deadline. A silent one is left out as soon as the others know that the

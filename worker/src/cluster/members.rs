@@ -264,7 +264,7 @@ impl Cluster {
         let peer = [self.peers[self.first()].clone()];
         let (job, ends) = (self.job().as_str(), self.patience());
         if self.placement().epoch <= Epoch(1) {
-            return discover(job, &peer, ends).await.map(|(placement, _)| placement);
+            return discover(job, &peer, ends).await.changed();
         }
         let mut backoff = Backoff::new();
         loop {
@@ -295,8 +295,8 @@ impl Cluster {
     /// The caller has opened no lanes yet.
     pub(crate) async fn meet_members(&self) -> Result<bool> {
         let peers: Vec<Peer> = self.servers().map(|server| self.peers[server].clone()).collect();
-        let found = discover(self.job().as_str(), &peers, self.patience()).await;
-        let Some((placement, _)) = found else { return Ok(false) };
+        let found = discover(self.job().as_str(), &peers, self.patience()).await.changed();
+        let Some(placement) = found else { return Ok(false) };
         let new = self.not_joined(&placement);
         for (server, address) in &new {
             self.meet(*server, address).await?;
@@ -345,37 +345,62 @@ impl Cluster {
     }
 }
 
-/// Returns the placement of a job whose servers have changed, as the server that is farthest says, and the number by
-/// which each peer takes part in it. Unless another one knows, a server that recovers the job is waited for until
-/// `recovered`, and a silent one until `end`.
-pub(super) async fn discover(
-    job: &str,
-    peers: &[Peer],
-    (end, recovered): (Instant, Instant),
-) -> Option<(Placement, Vec<Option<ServerId>>)> {
+/// Answers of a job's servers on its placement.
+pub(super) enum Discovered {
+    Changed {
+        /// The placement of the farthest server.
+        placement: Placement,
+        /// The number by which each peer takes part in it.
+        numbers: Vec<Option<ServerId>>,
+        /// Addresses of servers that are given up.
+        lost: Vec<String>,
+    },
+    /// No server knows of another placement than the first one.
+    Unchanged,
+    /// The answer of this peer is missing. The placement may have changed.
+    Unclear(usize),
+}
+
+impl Discovered {
+    fn changed(self) -> Option<Placement> {
+        match self {
+            Discovered::Changed { placement, .. } => Some(placement),
+            Discovered::Unchanged | Discovered::Unclear(_) => None,
+        }
+    }
+}
+
+/// Asks servers whether those of a job have changed. Unless another one knows, a server that recovers the job is waited
+/// for until `recovered`, and a silent one until `end`.
+pub(super) async fn discover(job: &str, peers: &[Peer], (end, recovered): (Instant, Instant)) -> Discovered {
     let mut backoff = Backoff::new();
     loop {
         let answers = join_all(peers.iter().map(|peer| seen(peer, job))).await;
         let is_known = answers.iter().flatten().flatten().any(|seen| seen.changed);
         let end =
             if answers.iter().any(|answer| answer.as_ref().is_err_and(recovers)) { recovered } else { end };
+        let mut missing = answers.iter().position(Result::is_err).unwrap_or_default();
         if is_known || answers.iter().all(Result::is_ok) {
             let answers: Vec<_> = answers.into_iter().map(|answer| answer.ok().flatten()).collect();
-            let has_lost = answers.iter().flatten().any(|seen| !seen.lost.is_empty());
-            let farthest = (0..peers.len()).filter(|&at| answers[at].is_some()).max_by_key(|&at| {
-                answers[at].as_ref().map(|seen| (seen.version, seen.epoch, seen.changed))
-            })?;
-            answers[farthest].as_ref().filter(|seen| seen.changed)?;
-            // Without this answer the placement is unknown, and the servers are asked again.
+            let lost: Vec<String> = answers.iter().flatten().flat_map(|seen| seen.lost.clone()).collect();
+            let farthest = (0..peers.len())
+                .filter(|&at| answers[at].is_some())
+                .max_by_key(|&at| answers[at].as_ref().map(|seen| (seen.version, seen.epoch, seen.changed)));
+            let is_changed = |at: &usize| answers[*at].as_ref().is_some_and(|seen| seen.changed);
+            let Some(farthest) = farthest.filter(is_changed) else { return Discovered::Unchanged };
             if let Some(placement) = placement_of(&peers[farthest], job).await {
+                if placement.epoch == Epoch(1) && lost.is_empty() {
+                    return Discovered::Unchanged;
+                }
                 let is_member = |server: &ServerId| placement.members().any(|member| member == *server);
                 let number = |seen: Option<Seen>| seen.map(|seen| seen.server).filter(is_member);
                 let numbers = answers.into_iter().map(number).collect();
-                return (placement.epoch > Epoch(1) || has_lost).then_some((placement, numbers));
+                return Discovered::Changed { placement, numbers, lost };
             }
+            missing = farthest;
         }
         if !backoff.pause(end).await {
-            return None;
+            return Discovered::Unclear(missing);
         }
     }
 }

@@ -1,6 +1,10 @@
 //! Connections of a server: one for control, several for data.
 
-use std::{future::Future, time::Duration};
+use std::{
+    future::{Future, ready},
+    io,
+    time::Duration,
+};
 
 use longshore_proto::{
     Fault,
@@ -54,7 +58,12 @@ impl Peer {
         (start, end): (Instant, Instant),
     ) -> Result<Peer> {
         if let Some(simulated) = host::entered() {
-            return Ok(Peer::without_sockets(address, connections, || simulated.connect(address)));
+            let connect = || {
+                let channel = simulated.connect(address);
+                ready(channel.ok_or_else(|| io::Error::from(io::ErrorKind::ConnectionRefused)))
+            };
+            let channel = dial(address, start, end, connect).await?;
+            return Ok(Peer::without_sockets(address, connections, || channel.clone()));
         }
         let checked = Address::new(address, credentials)?;
         let control = dial(address, start, end, || checked.connect()).await?;
@@ -105,14 +114,15 @@ pub async fn whole(
     Ok(Response::new(whole))
 }
 
-async fn dial<Dialling>(
+async fn dial<Dialling, Failure>(
     address: &str,
     start: Instant,
     end: Instant,
     connect: impl Fn() -> Dialling,
 ) -> Result<Channel>
 where
-    Dialling: Future<Output = std::result::Result<Channel, tonic::transport::Error>>,
+    Dialling: Future<Output = std::result::Result<Channel, Failure>>,
+    Failure: std::error::Error + 'static,
 {
     let (mut backoff, mut said) = (Backoff::new(), false);
     loop {
