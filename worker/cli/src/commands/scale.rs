@@ -78,6 +78,7 @@ fn parse_percent(text: &str) -> Result<f64, Fault> {
 
 /// A job's servers, as one of them says.
 struct Seen {
+    spec: JobSpec,
     placement: Placement,
     answers: Vec<v1::DescribeResponse>,
 }
@@ -123,11 +124,6 @@ impl Seen {
         let is_long = |answer: &v1::DescribeResponse| u128::from(answer.idle_ms) >= IDLE.as_millis();
         let all_answer = self.answers.len() == self.placement.members().count();
         self.is_quiet() && all_answer && self.answers.iter().all(is_long)
-    }
-
-    fn spec(&self) -> Result<JobSpec, Fault> {
-        let spec = self.answers.iter().find_map(|answer| answer.spec.clone());
-        JobSpec::from_wire(spec)
     }
 }
 
@@ -225,8 +221,11 @@ impl Args {
         let begun = Instant::now();
         let asked_micros = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_micros() as u64);
         loop {
-            let seen = look(servers, &job)?;
+            let mut seen = look(servers, &job)?;
             let members = seen.members();
+            if seen.answers.is_empty() {
+                seen = look(&Servers::reach(&members, access)?.0, &job)?;
+            }
             let mut wanted = wanted(&members)?;
             // Every server of the job keeps the wish, also one that --servers does not name.
             let known_lost = seen.scaling().flat_map(|scaling| &scaling.lost);
@@ -354,7 +353,7 @@ impl Args {
     fn move_idle(&self, wish: &Wish, seen: &Seen, out: Output) -> longshore_worker::Result<()> {
         let Wish { job, servers: wanted, asked_micros, plan, .. } = wish;
         let access = &self.target.servers.access;
-        let options = Options { connections: 1, ..Options::new(seen.members(), seen.spec()?, Rank(0)) };
+        let options = Options { connections: 1, ..Options::new(seen.members(), seen.spec.clone(), Rank(0)) };
         let session = Session::connect(access.of(options))?;
         let (begun, at_first) = (Instant::now(), seen.fetched());
         let bar = Progress::bytes(job, plan.bytes.max(1), out);
@@ -474,11 +473,12 @@ fn look(servers: &Servers, job: &str) -> anyhow::Result<Seen> {
         (version, answer.placement.as_ref().map_or(0, |of| of.epoch))
     };
     let answer = found.iter().max_by_key(newest).context("no server was named")?;
+    let spec = JobSpec::from_wire(answer.spec.clone())?;
     let placement = Placement::from_wire(answer.placement.clone())?;
-    // Servers that have left the job say nothing of it any more.
+    // Servers that have left the job, or are prepared for it, say nothing of it.
     let is_member = |answer: &v1::DescribeResponse| placement.members().any(|of| of.0 == answer.server);
     found.retain(is_member);
-    Ok(Seen { placement, answers: found })
+    Ok(Seen { spec, placement, answers: found })
 }
 
 #[cfg(test)]

@@ -49,8 +49,7 @@ impl Plan {
         access: &Access,
     ) -> anyhow::Result<Plan> {
         let placement = &seen.placement;
-        let spec = seen.answers.first().and_then(|answer| answer.spec.clone());
-        let spec = JobSpec::from_wire(spec)?;
+        let spec = seen.spec.clone();
         let layout = spec.validate()?;
         members.each(async |mut admin| admin.scale(request.clone()).await)?;
         let number = |address: &String| {
