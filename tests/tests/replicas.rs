@@ -73,7 +73,8 @@ fn a_delayed_job_of_two_ranks_outlives_one_of_two_servers() {
 fn servers_of_a_delayed_job_are_lost_one_after_the_other() {
     const A_RUN: u64 = 10;
     let losses: u64 = soak::pick(3, 100);
-    let train = replicated(soak::pick(300, 2500), 2, &DELAYED);
+    // A rank that is started again in the middle of a step may send another gradient.
+    let train = replicated(soak::pick(300, 2500), 2, &DELAYED).allow("have other gradients");
     let expected = undisturbed(&train);
     let mut random = Random::new();
     for run in 0..losses.div_ceil(A_RUN) {
@@ -113,7 +114,7 @@ fn a_job_outlives_servers_that_no_operator_speaks_of() {
         train.allow("still waiting for a server").allow("not given up yet").allow("cannot be changed yet");
     let expected = undisturbed(&train);
     let mut random = Random::new();
-    let mut servers = server::servers(3, &ServerOptions::new());
+    let mut servers = server::servers(3, &ServerOptions::new().allow("cannot be fetched yet"));
     let addresses = server::addresses(&servers);
     let mut running = start(&train.clone().servers(&addresses), 2);
     for _ in 0..soak::pick(2, 20) {
