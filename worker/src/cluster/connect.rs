@@ -164,9 +164,9 @@ impl Cluster {
         let farthest = known().max_by_key(|(_, seen)| (seen.version, seen.epoch, seen.changed));
         let placement = match farthest.filter(|(_, seen)| seen.changed) {
             Some((peer, _)) => placement_of(peer, job).await,
-            None => None,
+            None => Some(Placement::clone(&self.placement())),
         };
-        let placement = placement.unwrap_or_else(|| Placement::clone(&self.placement()));
+        let Some(placement) = placement else { return false };
         reached.lost = known().flat_map(|(_, seen)| seen.lost.clone()).collect();
         let is_reached = |address: &str, peers: &[Peer]| peers.iter().any(|peer| peer.address == address);
         let is_awaited =
