@@ -1,6 +1,7 @@
 //! An operator's command that moves a job without ranks, as `longshore scale` does. Ranks may start before its end.
 
 use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
 };
@@ -58,7 +59,9 @@ impl Cluster {
         lock(&self.operators).push(id);
         let cluster = Arc::clone(self);
         self.sim.main(id, move || {
-            let ended = cluster.operate(&wanted);
+            let Ok(ended) = catch_unwind(AssertUnwindSafe(|| cluster.operate(&wanted))) else {
+                return cluster.oracle.fail("an operator panics".into());
+            };
             if !cluster.sim.is_dead(id) {
                 cluster.sim.note(id, || format!("ends: {:?}", ended.map_err(|error| error.to_string())));
             }

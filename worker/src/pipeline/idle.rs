@@ -35,7 +35,7 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Moves a job without ranks to these servers. `asked_micros` is the time of the wish.
 ///
 /// # Errors
-/// `Fenced` once a rank 0 has started, which goes on with the wish. `Deadline` if no shard arrives for the session's
+/// `Precondition` with field `lost` while a server is given up. `Fenced` once a rank 0 has started, which goes on with the wish. `Deadline` if no shard arrives for the session's
 /// deadline. A failed call may be repeated.
 pub fn move_idle(session: &Session, servers: &[String], asked_micros: u64) -> Result<()> {
     let cluster = &session.cluster;
@@ -44,6 +44,7 @@ pub fn move_idle(session: &Session, servers: &[String], asked_micros: u64) -> Re
         take_over(cluster, incarnation).await?;
         session.rank.set_incarnation(incarnation);
         let version = common_version(cluster).await?;
+        check_all_met(cluster)?;
         let mut idle = Idle { cluster, incarnation, version, placement: (*cluster.placement()).clone() };
         idle.end_handovers().await?;
         let (placement, wanted) = (Arc::new(idle.placement.clone()), servers.to_vec());
@@ -69,6 +70,15 @@ pub fn move_idle(session: &Session, servers: &[String], asked_micros: u64) -> Re
         join_all(removed.into_iter().map(|server| retire(cluster, server, incarnation))).await;
         Ok(())
     })
+}
+
+/// Refuses to move a job with a lost server: decisions of steps alone give its shards to the others.
+fn check_all_met(cluster: &Cluster) -> Result<()> {
+    let (placement, met) = (cluster.placement(), cluster.servers().collect::<Vec<_>>());
+    let Some(lost) = placement.members().find(|member| !met.contains(member)) else { return Ok(()) };
+    let remedy = "start the job's ranks: with their steps it leaves the lost server";
+    let value = placement.servers[lost.0 as usize].clone();
+    Err(Fault::new(FaultKind::Precondition, "lost", value, "no server of a job without ranks", remedy).into())
 }
 
 async fn common_version(cluster: &Cluster) -> Result<Version> {
