@@ -31,11 +31,15 @@ impl Cluster {
     pub(super) async fn connect_all(&self, servers: &[String]) -> Result<Option<Members>> {
         let (Reached { peers, mut lost }, found) = self.discover_all(servers).await?;
         let asked: Vec<Peer> = peers.values().cloned().collect();
+        let has_job = match &found {
+            Discovered::Unchanged { has_job } => *has_job,
+            Discovered::Changed { .. } | Discovered::Unclear(_) => None,
+        };
         let Discovered::Changed { placement, numbers, lost: known } = found else {
             peers.into_iter().for_each(|(server, peer)| self.add_peer(server, peer));
             if self.options.rank == Rank(0)
-                && let Some(first) = asked.first()
-                && let Some(known) = placement_of(first, self.job().as_str()).await
+                && let Some(peer) = has_job
+                && let Some(known) = placement_of(&asked[peer], self.job().as_str()).await
             {
                 self.members.readdress(self.moved_from(&known).await);
             }

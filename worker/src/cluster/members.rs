@@ -355,8 +355,8 @@ pub(super) enum Discovered {
         /// Addresses of servers that are given up.
         lost: Vec<String>,
     },
-    /// No server knows of another placement than the first one.
-    Unchanged,
+    /// No server knows of another placement than the first one. `has_job` is a peer with the job.
+    Unchanged { has_job: Option<usize> },
     /// The answer of this peer is missing. The placement may have changed.
     Unclear(usize),
 }
@@ -365,7 +365,7 @@ impl Discovered {
     fn changed(self) -> Option<Placement> {
         match self {
             Discovered::Changed { placement, .. } => Some(placement),
-            Discovered::Unchanged | Discovered::Unclear(_) => None,
+            Discovered::Unchanged { .. } | Discovered::Unclear(_) => None,
         }
     }
 }
@@ -387,10 +387,11 @@ pub(super) async fn discover(job: &str, peers: &[Peer], (end, recovered): (Insta
                 .filter(|&at| answers[at].is_some())
                 .max_by_key(|&at| answers[at].as_ref().map(|seen| (seen.version, seen.epoch, seen.changed)));
             let is_changed = |at: &usize| answers[*at].as_ref().is_some_and(|seen| seen.changed);
-            let Some(farthest) = farthest.filter(is_changed) else { return Discovered::Unchanged };
+            let unchanged = Discovered::Unchanged { has_job: farthest };
+            let Some(farthest) = farthest.filter(is_changed) else { return unchanged };
             if let Some(placement) = placement_of(&peers[farthest], job).await {
                 if placement.epoch == Epoch(1) && lost.is_empty() {
-                    return Discovered::Unchanged;
+                    return unchanged;
                 }
                 let is_member = |server: &ServerId| placement.members().any(|member| member == *server);
                 let number = |seen: Option<Seen>| seen.map(|seen| seen.server).filter(is_member);

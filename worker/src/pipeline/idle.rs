@@ -35,8 +35,8 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Moves a job without ranks to these servers. `asked_micros` is the time of the wish.
 ///
 /// # Errors
-/// `Precondition` with field `lost` while a server is given up. `Fenced` once a rank 0 has started, which goes on with the wish. `Deadline` if no shard arrives for the session's
-/// deadline. A failed call may be repeated.
+/// `Precondition` with field `lost` while a server is given up. `Fenced` once a rank 0 has started, which goes on with the
+/// wish. `Deadline` if no shard arrives for the session's deadline. A failed call may be repeated.
 pub fn move_idle(session: &Session, servers: &[String], asked_micros: u64) -> Result<()> {
     let cluster = &session.cluster;
     cluster.runtime.block_on(async {
