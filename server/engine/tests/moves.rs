@@ -379,6 +379,12 @@ proptest! {
     }
 }
 
+/// A shard on drives is fetched, leaves before its first update, and returns while a record still names its slot.
+#[test]
+fn a_shard_that_was_never_updated_returns() -> Result<(), TestCaseError> {
+    Moving::new(16_585_907_149_695_730_220).run()
+}
+
 #[test]
 fn a_flipped_bit_is_found_at_the_next_update_and_named() {
     let spec = JobSpec {

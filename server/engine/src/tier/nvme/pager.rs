@@ -84,6 +84,8 @@ struct Entry {
     blank: bool,
     /// The table of its slot has its checksums. False for a shard that was fetched and not updated since.
     tabled: bool,
+    /// A record names its slot.
+    named: bool,
     /// Version at which the shard was released here, until its space is given back.
     released_at: Option<Version>,
     /// Slots of images that were fetched, as bits: the slots' tables do not have their checksums.
@@ -133,6 +135,7 @@ impl ShardPager {
                 slot: 0,
                 blank: true,
                 tabled: false,
+                named: false,
                 fetched_images: 0,
                 released_at: None,
                 used: 0,
@@ -300,8 +303,8 @@ impl ShardPager {
             let entry = &mut state.entries[owned.index()];
             if held.dirty {
                 // The slot of a shard that returns may have its last state here, which a record still names.
-                entry.slot = (entry.slot + u8::from(entry.tabled)) % STATE_SLOTS;
-                (entry.blank, entry.tabled) = (false, false);
+                entry.slot = (entry.slot + u8::from(entry.named)) % STATE_SLOTS;
+                (entry.blank, entry.tabled, entry.named) = (false, false, false);
             }
             entry.holding = Holding::Ready(held);
         } else {
@@ -325,6 +328,7 @@ impl ShardPager {
         for (owned, entry) in state.entries.iter_mut().enumerate() {
             let is_here = self.kept(record, owned).is_some();
             (entry.slot, entry.blank, entry.tabled) = (slots.state, !is_here, is_here);
+            entry.named = is_here;
         }
         for Apart { owned, slot, checksums, images } in apart {
             let Some(owned) = self.plan.order.get(*owned).map(|owned| owned.index()) else { continue };
@@ -638,10 +642,11 @@ impl ShardPager {
 
     /// The shards of a version that its tables do not cover.
     pub(super) fn apart(&self, record: &Record, slots: Slots) -> Vec<Apart> {
-        let state = self.lock();
-        let apart = |(owned, entry): (usize, &Entry)| {
+        let mut state = self.lock();
+        let apart = |(owned, entry): (usize, &mut Entry)| {
             let (place, cells) = (&self.plan.shards[owned], &self.checksums[owned]);
             let kept = self.kept(record, owned)?;
+            entry.named = true;
             let owned = place.position?;
             if entry.blank {
                 return Some(Apart { owned, slot: None, checksums: Vec::new(), images: Vec::new() });
@@ -661,7 +666,7 @@ impl ShardPager {
             let images = images.collect();
             Some(Apart { owned, slot: Some(entry.slot), checksums: read(&cells.state), images })
         };
-        state.entries.iter().enumerate().filter_map(apart).collect()
+        state.entries.iter_mut().enumerate().filter_map(apart).collect()
     }
 
     /// The versions of a shard that a record says this server has.
