@@ -1471,7 +1471,7 @@ pub struct JoinRequest {
     /// begin anew, and the other ranks join again. Their Join is UNAVAILABLE until rank 0 has said the same. 0 leaves it as it is.
     #[prost(uint32, tag = "5")]
     pub world_size: u32,
-    /// Of rank 0: servers of the job that answer at another address now than the placement's. Others fetch shards from there.
+    /// Servers of the job that answer at another address than the placement's, as rank 0 says. Others fetch shards from there.
     #[prost(message, repeated, tag = "6")]
     pub moved: ::prost::alloc::vec::Vec<MemberAddress>,
 }

@@ -222,10 +222,10 @@ impl Args {
         let asked_micros = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_micros() as u64);
         loop {
             let mut seen = look(servers, &job)?;
-            let members = seen.members();
             if seen.answers.is_empty() {
-                seen = look(&Servers::reach(&members, access)?.0, &job)?;
+                seen = look(&Servers::reach(&seen.members(), access)?.0, &job)?;
             }
+            let members = seen.members();
             let mut wanted = wanted(&members)?;
             // Every server of the job keeps the wish, also one that --servers does not name.
             let known_lost = seen.scaling().flat_map(|scaling| &scaling.lost);
