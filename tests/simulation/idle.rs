@@ -20,7 +20,7 @@ impl Cluster {
     /// Ends all ranks, moves the job, and starts the ranks again.
     pub(crate) async fn move_idle(self: &Arc<Self>) {
         let sim = &self.sim;
-        if self.has_replicas() || self.is_resizing.load(Relaxed) || self.is_idle.swap(true, Relaxed) {
+        if self.is_resizing.load(Relaxed) || self.is_idle.swap(true, Relaxed) {
             return;
         }
         let processes = (0..self.world_size()).map(|rank| self.newest(rank)).collect();

@@ -491,7 +491,7 @@ impl Server {
                 lost: instance.wanted.lost.clone(),
                 asked_micros: instance.wanted.asked_micros,
                 epoch: placement.epoch.0,
-                awaited_shards: instance.machine.awaited().len() as u32,
+                awaited_shards: instance.machine.lacking() as u32,
                 ..Default::default()
             };
             Ok(v1::DescribeResponse {

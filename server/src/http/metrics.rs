@@ -246,7 +246,7 @@ fn room(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     families.gauge("job_idle", idle, Some(Unit::Seconds), times)?;
     let fetched = |job: &Seen| job.handle.fetching.fetched();
     let awaited = "Shards that have moved here and whose state is on its way.";
-    families.gauge("job_awaited_shards", awaited, None, each(jobs, |job| job.handle.job.awaited().len()))?;
+    families.gauge("job_awaited_shards", awaited, None, each(jobs, |job| job.handle.job.lacking()))?;
     let unreplicated = "Shards of the job without the replica that they should have.";
     families.gauge(
         "job_unreplicated_shards",

@@ -47,7 +47,7 @@ pub(super) fn rank(rank: RankProgress, transport: &str, watches: bool) -> v1::Ra
 
 /// Returns None for a job whose servers never changed.
 pub(crate) fn scaling(handle: &JobHandle) -> Option<v1::Scaling> {
-    let (wanted, fetched, awaited) = (handle.wanted(), handle.fetching.fetched(), handle.job.awaited().len());
+    let (wanted, fetched, awaited) = (handle.wanted(), handle.fetching.fetched(), handle.job.lacking());
     let placement = handle.job.placement();
     if wanted.asked_micros == 0 && placement.epoch <= Epoch(1) {
         return None;

@@ -170,6 +170,7 @@ impl Idle<'_> {
 
     /// Gives all servers a placement: of each pair in `order` the first one before the other.
     async fn place(&mut self, placement: Placement, order: &[(ServerId, ServerId)]) -> Result<()> {
+        check_all_met(self.cluster)?;
         let mut left: Vec<ServerId> = self.cluster.servers().collect();
         while !left.is_empty() {
             let waits = |server: &ServerId| {

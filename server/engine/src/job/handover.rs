@@ -156,6 +156,11 @@ impl Job {
         self.protocol.machine().is_held()
     }
 
+    /// Number of shards whose state is not here, also of those whose source is lost.
+    pub fn lacking(&self) -> usize {
+        self.protocol.machine().lacking()
+    }
+
     /// The shards whose state is on its way to this server, those of the earliest version first.
     pub fn awaited(&self) -> Vec<Awaited> {
         self.protocol.machine().awaited()

@@ -315,6 +315,11 @@ impl Machine {
         (self.placement, self.has_moved) = (placement, true);
     }
 
+    /// Number of shards whose state is not here, also of those whose source is lost.
+    pub fn lacking(&self) -> usize {
+        self.shards.iter().filter(|shard| shard.awaited).count()
+    }
+
     /// The shards whose state is on its way, those of the earliest version first: later versions need it.
     pub fn awaited(&self) -> Vec<Awaited> {
         let awaited = self.shards.iter().filter(|shard| shard.awaited && !shard.is_forsaken);
