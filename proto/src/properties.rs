@@ -8,7 +8,7 @@ use crate::fault::Fault;
 macro_rules! tiers {
     ($($tier:ident = $number:literal, $name:literal, $lifetime:expr, durable_later: $durable_later:literal;)*) => {
         /// Place of a shard's master weights and optimizer state.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
         #[serde(rename_all = "lowercase")]
         pub enum TierKind {
             $($tier = $number,)*

@@ -71,6 +71,6 @@ impl Cluster {
 
     fn operate(&self, wanted: &Wanted) -> Result<()> {
         let options = options(self, self.members(), Rank(0), self.world_size() as u32);
-        move_idle(&Session::connect(options)?, &wanted.servers, wanted.asked_micros)
+        move_idle(&Session::connect(options)?, &wanted.servers, wanted.tier, wanted.asked_micros)
     }
 }

@@ -218,7 +218,11 @@ impl Cluster {
                 [cluster.newest(rank) != id, !lock(&cluster.operators).is_empty(), cluster.has_changed()];
             let is_late = reasons.iter().filter(|of| **of).count() > 1 || cluster.world_size() != world_size;
             let may_end = cluster.sim.now() < *lock(&cluster.may_end);
-            if let Err(error) = ended.as_ref().map_err(|error| error.to_string())
+            // Of a job in two tiers, a server has lost a version with a rank, and others do not take it back.
+            let is_beyond = |error: &Error| error.to_string().contains("do not take back");
+            if ended.as_ref().is_err_and(is_beyond) && cluster.has_drives() {
+                cluster.is_beyond.store(true, Relaxed);
+            } else if let Err(error) = ended.as_ref().map_err(|error| error.to_string())
                 && !(was_fenced || is_late || may_end)
             {
                 cluster.oracle.fail(format!("rank {rank} ended: {error}"));
@@ -276,16 +280,22 @@ impl Cluster {
     /// Asks for other servers, as `longshore scale` does. Returns them.
     fn scale(&self) -> Wanted {
         let sim = &self.sim;
-        let all: Vec<&String> = self.living().map(|(server, _)| &self.addresses[server]).collect();
+        let (living, members): (Vec<_>, _) = (self.living().collect(), self.members());
+        let all: Vec<&String> = living.iter().map(|(server, _)| &self.addresses[*server]).collect();
+        // A job changes its tier on servers that it is not on yet.
+        let others: Vec<&String> = all.iter().filter(|address| !members.contains(address)).copied().collect();
+        let changes = !self.has_replicas() && !others.is_empty() && sim.one_in(2);
+        let tier = changes.then_some(if self.has_drives() { TierKind::Memory } else { TierKind::Nvme });
+        let all = if changes { others } else { all };
         let mut servers: Vec<String> = all.iter().filter(|_| sim.one_in(2)).copied().cloned().collect();
         if servers.is_empty() {
             servers.push(all[sim.below(all.len() as u64) as usize].clone());
         }
         servers.truncate(self.oracle.layout.shards() as usize);
-        sim.note(OUTSIDE, || format!("the job shall have {servers:?}"));
+        sim.note(OUTSIDE, || format!("the job shall have {servers:?} in {tier:?}"));
         let asked_micros = sim.now().as_micros() as u64;
-        let wanted = Wanted { servers, asked_micros, ..Default::default() };
-        for (_, server) in self.living() {
+        let wanted = Wanted { servers, asked_micros, tier, ..Default::default() };
+        for (_, server) in living {
             server.want(&wanted);
         }
         wanted
@@ -480,12 +490,15 @@ impl Cluster {
     }
 
     fn has_drives(&self) -> bool {
-        self.oracle.spec.tier == TierKind::Nvme
+        self.living().any(|(_, server)| server.is_durable_later())
     }
 
     async fn restart_server(&self, server: usize, after: Duration) {
-        let process = lock(&self.servers)[server].process;
-        if self.sim.is_dead(process) {
+        let (process, survives) = {
+            let server = &lock(&self.servers)[server];
+            (server.process, server.is_durable_later())
+        };
+        if self.sim.is_dead(process) || !survives {
             return;
         }
         self.sim.note(process, || "is killed".into());
@@ -549,9 +562,10 @@ impl Cluster {
         self.oracle.violation().map_or(Ok(()), Err)?;
         self.oracle.check_end(Version(self.steps()))?;
         let members = self.members();
-        for (address, disk) in self.addresses.iter().zip(&self.disks) {
+        for (server, (address, disk)) in self.addresses.iter().zip(&self.disks).enumerate() {
             let newest = lock(disk).newest();
-            if self.has_drives() && members.contains(address) && newest != Version(self.steps()) {
+            let is_kept = lock(&self.servers)[server].is_durable_later();
+            if is_kept && members.contains(address) && newest != Version(self.steps()) {
                 return Err(format!("{address} has only {newest}, and all ranks have ended"));
             }
         }

@@ -47,6 +47,8 @@ struct Saved {
 #[derive(Default)]
 pub(crate) struct Disk {
     server: ServerId,
+    /// The tier that the server was opened with, if that is not the job's first one.
+    tier: Option<TierKind>,
     /// The placement that the server was opened with.
     opened: Placement,
     /// Two versions at most, oldest first. Empty: the job is not on this server.
@@ -100,7 +102,7 @@ impl Disk {
         let state = (0..oracle.layout.shards()).map(ShardId).map(state).collect();
         let joined = vec![None; oracle.spec.world_size as usize];
         let (opened, saved) = (oracle.placement.clone(), vec![Saved { record, state }]);
-        Disk { server, opened, saved, joined, promised: BTreeMap::new() }
+        Disk { server, tier: None, opened, saved, joined, promised: BTreeMap::new() }
     }
 
     pub(crate) fn newest(&self) -> Version {
@@ -372,8 +374,12 @@ impl Server {
         self.moved();
     }
 
-    fn is_durable_later(&self) -> bool {
-        self.spec().tier == TierKind::Nvme
+    fn tier(&self) -> TierKind {
+        lock(&self.disk).tier.unwrap_or(self.spec().tier)
+    }
+
+    pub(crate) fn is_durable_later(&self) -> bool {
+        self.tier() == TierKind::Nvme
     }
 
     /// Keeps on the drive who has joined.
@@ -518,7 +524,8 @@ impl Server {
             self.promise(rank, incarnation);
             let progress = self.with(|instance| Ok(progress(&instance.machine)))?;
             self.note(|| format!("{rank} fenced by {incarnation} at {}", progress.version));
-            return Ok(v1::JoinResponse { progress: Some(progress), ..Default::default() });
+            let tier = self.tier().number();
+            return Ok(v1::JoinResponse { progress: Some(progress), tier, ..Default::default() });
         }
         let is_ignored = rank != Rank(0) && self.oracle.has(Plant::WorldSizeIgnored);
         let world_size = Some(request.world_size).filter(|&world_size| world_size != 0 && !is_ignored);
@@ -545,7 +552,7 @@ impl Server {
         let is_late = self.oracle.has(Plant::JoinAnswersLate);
         let said = |joined: Joined| if is_late { progress.version } else { joined.at.0 };
         let joined_at = self.with(|instance| Ok(instance.machine.joined(rank).map(said)))?;
-        Ok(v1::JoinResponse { progress: Some(progress), memfd: None, joined_at })
+        Ok(v1::JoinResponse { progress: Some(progress), memfd: None, joined_at, tier: self.tier().number() })
     }
 
     async fn until_durable(&self, version: Version, patience: Duration) -> Result<(), Fault> {
@@ -862,8 +869,9 @@ impl Server {
             let (commits, wanted) = self.until(Duration::from_secs(100_000), check).await?;
             if let Some(wanted) = wanted {
                 told = wanted.words;
-                let Wanted { servers, asked_micros, max_exposed, lost, .. } = wanted;
-                let wanted = v1::Wanted { servers, asked_micros, lost, max_exposed };
+                let Wanted { servers, asked_micros, max_exposed, tier, lost, .. } = wanted;
+                let tier = tier.map_or(0, TierKind::number);
+                let wanted = v1::Wanted { servers, asked_micros, lost, max_exposed, tier };
                 let event = Some(v1::event::Event::Wanted(wanted));
                 if !outgoing.send(&v1::Event { event }).await {
                     return Ok(());

@@ -21,6 +21,8 @@ use tempfile::TempDir;
 /// Long enough that both changes end before the training does.
 const STEPS: u64 = 400;
 
+const DELAYED: [&str; 4] = ["--delay", "1", "--warmup-steps", "30"];
+
 /// Folders for jobs of each tier.
 struct Homes([TempDir; 2]);
 
@@ -155,6 +157,57 @@ fn move_without_ranks(tier: &str, more: &[&str]) {
     // Servers that the job has left need not run, also where they are listed.
     let run = train.servers(&addresses).start().finish();
     assert_eq!(run.end.state_hash, expected, "{tier}");
+}
+
+/// A job outgrows its memory: it moves to drives while it trains, a server there dies meanwhile, and it moves back.
+#[test]
+fn a_job_changes_its_tier_while_it_trains() {
+    let cases = [(1, "nvme", &[][..]), (2, "nvme", &DELAYED), (2, "shm", &DELAYED)];
+    thread::scope(|scope| {
+        for (ranks, tier, more) in cases {
+            scope.spawn(move || change_tier(ranks, tier, more));
+        }
+    });
+}
+
+fn change_tier(ranks: usize, tier: &str, more: &[&str]) {
+    let homes = Homes::new();
+    let train = Train::new(STEPS).args(["--layers", "3", "--world-size", &ranks.to_string()]).args(more);
+    let train = train.allow("job default is on");
+    let mut servers = server::servers(5, &homes.options());
+    let addresses = server::addresses(&servers);
+    let scale = |from: usize, to: &[usize], more: &[&str]| {
+        let to: Vec<&str> = to.iter().map(|&server| &*addresses[server]).collect();
+        let asked = ["scale", "--job", "default", "--servers", &addresses[from], "--to", &to.join(",")];
+        longshore([&asked[..], more].concat())
+    };
+    let mut running = train.clone().servers(&addresses[..2]).start_ranks(ranks);
+    running[0].until_step(3);
+    let refused = scale(0, &[0, 2], &["--tier", tier]);
+    assert!(refused.code == 1 && refused.stderr.contains(&format!("memory and {tier}")), "{refused:?}");
+    let asked = scale(0, &[2, 3], &["--tier", tier]);
+    assert_eq!(asked.code, 0, "{asked:?}");
+    let fetched = || {
+        let seen = longshore(["status", "--json", "--no-hash", "--servers", &addresses[2..3].join(",")]);
+        seen.stdout.contains("\"fetched_shards\":").then_some(())
+    };
+    eventually("the first shard on its way", fetched);
+    // Ranks live: they send again what was not durable.
+    servers[2].kill_and_restart();
+    let done = scale(0, &[2, 3], &["--tier", tier, "--wait"]);
+    assert_eq!(done.code, 0, "{done:?}");
+    eventually("the end on the others", || status(&addresses[..2]).is_empty().then_some(()));
+    // Ranks are started with the tier that the job had first.
+    running.into_iter().for_each(|running| drop(running.kill()));
+    servers[2..4].iter_mut().for_each(Longshored::kill_and_restart);
+    let mut running = train.clone().servers(&addresses[..4]).start_ranks(ranks);
+    running[0].until_steps(3);
+    let done = scale(2, &[4], &["--tier", "memory", "--wait"]);
+    assert_eq!(done.code, 0, "{done:?}");
+    assert_eq!(job_status(&addresses[4..]).servers[0].disk_bytes, 0);
+    let alone = server::servers(1, &ServerOptions::new());
+    let expected = Run::of_ranks(train.servers(&server::addresses(&alone)).start_ranks(ranks));
+    assert_eq!(Run::of_ranks(running).end.state_hash, expected.end.state_hash, "{tier}");
 }
 
 /// A server that answers at another address is still the one that has its shards, for ranks and for other servers.

@@ -62,6 +62,10 @@ pub fn dtype_from_wire(field: &str, value: i32) -> Result<Dtype, Fault> {
     found.ok_or_else(|| unknown(field, value))
 }
 
+pub fn tier_from_wire(field: &str, value: i32) -> Result<TierKind, Fault> {
+    TierKind::from_number(value).ok_or_else(|| unknown(field, value))
+}
+
 pub fn dtype_to_wire(dtype: Dtype) -> i32 {
     dtype as i32
 }
@@ -125,7 +129,7 @@ impl Wire for JobSpec {
             micro_steps: spec.micro_steps,
             max_delay: spec.max_delay,
             shard_elements: spec.shard_elements,
-            tier: TierKind::from_number(spec.tier).ok_or_else(|| unknown("spec.tier", spec.tier))?,
+            tier: tier_from_wire("spec.tier", spec.tier)?,
             formats,
             partitions: partitions_from_wire(spec.partitions)?,
             leave_out: spec.leave_out,

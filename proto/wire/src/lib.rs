@@ -23,7 +23,7 @@ pub use codec::{Codec, Scope, no_room};
 pub use commit::{hyper_from_wire, left_outs_from_wire, left_outs_to_wire};
 pub use convert::{
     Wire, array_from_wire, array_to_wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire,
-    incarnation_from_wire, missing, param_to_wire,
+    incarnation_from_wire, missing, param_to_wire, tier_from_wire,
 };
 pub use parts::pieces;
 pub use status::{fault_from_status, fault_from_wire, fault_to_wire, status};

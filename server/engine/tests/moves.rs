@@ -70,7 +70,10 @@ fn taken(path: &Path) -> u64 {
 /// A cluster whose shards move, beside one server that keeps them.
 struct Moving {
     noise: Noise,
-    home: Option<TempDir>,
+    /// The folders of each tier that has some.
+    homes: BTreeMap<TierKind, TempDir>,
+    /// New servers may keep the job in another tier.
+    mixes: bool,
     moved: Cluster,
     alone: Cluster,
     /// Servers where a bit of a shard's state has flipped, until the shard is its other holder's.
@@ -84,19 +87,19 @@ impl Moving {
         let first = weights(&spec, seed);
         let alone = Cluster::started(&spec, 1, &first);
         let tier = noise.pick(&TierKind::ALL);
-        let home = match tier {
-            TierKind::Memory => None,
-            TierKind::Shm => Some(TempDir::new_in(TMPFS).unwrap()),
-            TierKind::Nvme => Some(TempDir::new().unwrap()),
-        };
-        let replicas = if home.is_none() && noise.one_in(2) { 2 } else { 1 };
+        let homes = BTreeMap::from([
+            (TierKind::Shm, TempDir::new_in(TMPFS).unwrap()),
+            (TierKind::Nvme, TempDir::new().unwrap()),
+        ]);
+        let replicas = if tier == TierKind::Memory && noise.one_in(2) { 2 } else { 1 };
         let spec = JobSpec { tier, replicas, ..spec };
         let servers = replicas as usize + noise.below(2);
-        let storage = storage(&mut noise, home.as_ref(), 0);
+        let storage = storage(&mut noise, homes.get(&tier), 0);
         let mut moved = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), &storage).unwrap();
         (0..spec.world_size).for_each(|rank| moved.join(rank));
         moved.upload(&first);
-        Moving { noise, home, moved, alone, flipped: BTreeMap::new() }
+        let mixes = replicas == 1 && !seed.is_multiple_of(2);
+        Moving { noise, homes, mixes, moved, alone, flipped: BTreeMap::new() }
     }
 
     /// Chooses a change of the placement for the decision on a step, and opens the server that it adds.
@@ -111,8 +114,9 @@ impl Moving {
         }
         if self.moved.living().count() < 4 && self.noise.one_in(4) {
             self.settle();
-            let storage = storage(&mut self.noise, self.home.as_ref(), self.moved.jobs.len());
-            change.added.push(self.moved.add_server(&storage));
+            let tier = if self.mixes { self.noise.pick(&TierKind::ALL) } else { self.moved.spec.tier };
+            let storage = storage(&mut self.noise, self.homes.get(&tier), self.moved.jobs.len());
+            change.added.push(self.moved.add_server(tier, &storage));
         } else {
             // A shard that moves has no other holder of all its versions.
             let flipped = self.flipped.clone();
@@ -233,13 +237,9 @@ impl Moving {
         }
     }
 
-    fn is_durable_later(&self) -> bool {
-        self.moved.spec.properties().durable_later
-    }
-
     /// Waits until all servers have made their versions durable.
     fn settle(&mut self) {
-        if self.is_durable_later() {
+        if self.moved.has_durable_later() {
             self.moved.settle().unwrap();
         }
     }
@@ -249,7 +249,11 @@ impl Moving {
     fn restart(&mut self, commit: &Commit, pushed: u64) {
         let before = Version(commit.step.0 - 1);
         let (server, count) = (self.noise.below(self.moved.jobs.len()), self.moved.jobs.len());
-        let steps_back = self.is_durable_later() && self.noise.one_in(4);
+        let of = |server: usize| self.moved.jobs[server].spec().properties();
+        if !of(server).survives_restart() {
+            return;
+        }
+        let steps_back = (0..count).all(|server| of(server).durable_later) && self.noise.one_in(4);
         let servers = if steps_back { 0..count } else { server..server + 1 };
         for server in servers.clone() {
             self.moved.restart(server, before, steps_back);
@@ -297,13 +301,11 @@ impl Moving {
 
     /// Files of a tmpfs take no more than servers count.
     fn check_pages(&self) -> Result<(), TestCaseError> {
-        let Some(home) = self.home.as_ref().filter(|home| home.path().starts_with(TMPFS)) else {
-            return Ok(());
-        };
         let (spec, storage) = (&self.moved.spec, Storage::default());
         let beside = Need::of(spec, &self.moved.layout, &[], &storage).transfers;
-        let counted: u64 = self.moved.jobs.iter().map(|job| job.memory_bytes() - beside + SLACK).sum();
-        let taken = taken(home.path());
+        let in_tmpfs = self.moved.jobs.iter().filter(|job| job.spec().tier == TierKind::Shm);
+        let counted: u64 = in_tmpfs.map(|job| job.memory_bytes() - beside + SLACK).sum();
+        let taken = taken(self.homes[&TierKind::Shm].path());
         prop_assert!(taken <= counted, "{} bytes of {}", taken, counted);
         Ok(())
     }
@@ -335,13 +337,16 @@ impl Moving {
                 self.flip();
                 self.act();
             }
-            while self.home.is_some() && self.noise.one_in(3) {
+            while self.moved.spec.replicas == 1 && self.noise.one_in(3) {
                 self.restart(&commit, pushed);
                 self.act();
             }
             // Ranks read version t of every shard before they push step t + 1 + delay.
-            is_behind =
-                delay == 1 && !self.is_durable_later() && !is_behind && step < STEPS && self.noise.one_in(2);
+            is_behind = delay == 1
+                && !self.moved.has_durable_later()
+                && !is_behind
+                && step < STEPS
+                && self.noise.one_in(2);
             if is_behind {
                 continue;
             }

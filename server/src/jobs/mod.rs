@@ -322,6 +322,7 @@ impl Jobs {
                 self.check_not_moved(&wanted.spec.name)?;
             }
             let kept = self.kept(&wanted.spec.name)?;
+            let epoch = wanted.placement.epoch;
             // Ranks name the newest placement. State is kept under the one that the server was opened with.
             let placement = match &kept {
                 Some(kept) if wanted.placement.epoch > kept.placement.epoch => kept.placement.clone(),
@@ -329,6 +330,7 @@ impl Jobs {
             };
             let mut wanted = StoredJob { placement, ..wanted };
             if let Some(kept) = &kept {
+                wanted.spec = as_kept(wanted.spec, &kept.spec, epoch);
                 check_same(kept, &wanted)
                     .map_err(|differs| self.kept_otherwise(differs, &wanted.spec.name))?;
                 wanted.spec.clone_from(&kept.spec);
@@ -343,10 +345,11 @@ impl Jobs {
             // A job whose recovery failed is retried: the disk may be back.
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         };
-        handle.job.spec().same_as(&wanted.spec)?;
-        let placement = handle.job.placement();
+        let (placement, spec) = (handle.job.placement(), handle.job.spec());
+        spec.same_as(&as_kept(wanted.spec.clone(), spec, placement.epoch.max(wanted.placement.epoch)))?;
         let wants = wanted.placement.held(wanted.server);
-        let is_other = handle.job.server() != wanted.server || handle.job.opened() != wants;
+        let has_moved = handle.job.server() != wanted.server || spec.tier != wanted.spec.tier;
+        let is_other = has_moved || handle.job.opened() != wants;
         if is_new && handle.job.is_spare() && is_other {
             self.delete_open(&handle)?;
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
@@ -464,6 +467,13 @@ fn unreadable(name: &JobName, fault: &Fault) -> Fault {
     let remedy = "put that right first; or give up what is kept, here and on the job's other servers, with `longshore \
                   delete --discard-unreadable`";
     Fault::new(FaultKind::Precondition, "job", value, "readable", remedy)
+}
+
+/// The spec that a server compares with its own. A job whose servers have changed may be in another tier than its ranks are
+/// started with.
+fn as_kept(wanted: JobSpec, ours: &JobSpec, epoch: Epoch) -> JobSpec {
+    let tier = if epoch > Epoch(1) { ours.tier } else { wanted.tier };
+    JobSpec { tier, ..wanted }
 }
 
 /// Refuses a spec, placement or server index that differs from the job's.

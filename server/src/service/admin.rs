@@ -242,9 +242,14 @@ impl Services {
         if request.max_exposed != 0.0 {
             check_max_exposed(request.max_exposed)?;
         }
+        let tier = Some(request.tier).filter(|&tier| tier != 0);
+        let tier = tier.map(|tier| wire::tier_from_wire("tier", tier)).transpose()?;
+        if let Some(tier) = tier {
+            JobSpec { tier, ..handle.job.spec().clone() }.validate()?;
+        }
         let v1::ScaleRequest { lost, max_exposed, .. } = request;
         let asked_micros = if is_word { 0 } else { request.asked_micros };
-        let wanted = Wanted { servers, asked_micros, max_exposed, lost, words: 0 };
+        let wanted = Wanted { servers, asked_micros, max_exposed, tier, lost, words: 0 };
         let mut then = handle.wanted();
         then.take(wanted.clone(), &handle.job.placement());
         if let Some(shard) = handle.job.last_of(&then.lost) {

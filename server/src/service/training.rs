@@ -412,7 +412,12 @@ async fn joined(
     let joined_at = handle.job.protocol.joined_at(rank).map(|version| version.0);
     let answer = || {
         let progress = Some(convert::progress(progress.clone()));
-        Ok(v1::JoinResponse { progress, memfd: memfd.clone(), joined_at })
+        Ok(v1::JoinResponse {
+            progress,
+            memfd: memfd.clone(),
+            joined_at,
+            tier: handle.job.spec().tier.number(),
+        })
     };
     room.make(default_deadline(), answer).await
 }

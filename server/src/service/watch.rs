@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use longshore_engine::step::Wanted;
-use longshore_proto::{Fault, FaultKind, Incarnation, Rank, Step, limits::MAX_DEADLINE_MS};
+use longshore_proto::{Fault, FaultKind, Incarnation, Rank, Step, TierKind, limits::MAX_DEADLINE_MS};
 use longshore_wire::{
     Wire,
     v1::{self, event},
@@ -109,8 +109,9 @@ impl News {
             News::Paused(reason) => event::Event::Paused(v1::Paused { reason: reason.clone() }),
             News::Resumed(loss_scale) => event::Event::Resumed(v1::Resumed { loss_scale: *loss_scale }),
             News::Wanted(wanted) => {
-                let Wanted { servers, asked_micros, max_exposed, lost, .. } = wanted.clone();
-                event::Event::Wanted(v1::Wanted { servers, asked_micros, lost, max_exposed })
+                let Wanted { servers, asked_micros, max_exposed, tier, lost, .. } = wanted.clone();
+                let tier = tier.map_or(0, TierKind::number);
+                event::Event::Wanted(v1::Wanted { servers, asked_micros, lost, max_exposed, tier })
             }
         };
         Ok(v1::Event { event: Some(event) })

@@ -9,7 +9,7 @@ use longshore_engine::{
     step::{Awaited, Phase},
 };
 use longshore_proto::{
-    Commit, Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ServerId, ShardId, Version,
+    Commit, Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ServerId, ShardId, TierKind, Version,
     checksum::crc32,
 };
 use longshore_wire::{
@@ -59,6 +59,7 @@ impl Server {
 
     pub(super) fn open(self: &Arc<Self>, request: v1::OpenJobRequest) -> Result<v1::OpenJobResponse, Fault> {
         let (placement, server) = (Placement::from_wire(request.placement)?, ServerId(request.server));
+        let tier = request.spec.and_then(|spec| TierKind::from_number(spec.tier));
         let wants = placement.owned(server);
         let is_open = match &*self.instance() {
             None if !lock(&self.disk).saved.is_empty() => return Err(self.absent()),
@@ -76,13 +77,13 @@ impl Server {
                 let is_spare = lock(&self.disk).opened.epoch > Epoch(1) && of.machine.is_without_shards();
                 let is_other = {
                     let disk = lock(&self.disk);
-                    disk.server != server || disk.opened.owned(server) != wants
+                    disk.server != server || disk.tier != tier || disk.opened.owned(server) != wants
                 };
                 !(request.is_new && is_spare && is_other)
             }
         };
         if !is_open {
-            self.begin_anew(placement, server);
+            self.begin_anew(placement, server, tier);
         }
         self.with(|instance| {
             let (progress, world_size) = (Some(progress(&instance.machine)), self.spec().world_size);
@@ -91,16 +92,16 @@ impl Server {
     }
 
     /// Makes room for a running job that this server takes no part in yet.
-    fn begin_anew(self: &Arc<Self>, placement: Placement, server: ServerId) {
+    fn begin_anew(self: &Arc<Self>, placement: Placement, server: ServerId, tier: Option<TierKind>) {
         let state = vec![BTreeMap::new(); self.layout().shards() as usize];
         {
             let mut disk = lock(&self.disk);
             let joined = vec![None; self.spec().world_size as usize];
-            (disk.server, disk.opened, disk.joined) = (server, placement.clone(), joined);
+            (disk.server, disk.tier, disk.opened, disk.joined) = (server, tier, placement.clone(), joined);
             disk.saved.clear();
             disk.promised.clear();
         }
-        self.note(|| format!("is opened as {server}"));
+        self.note(|| format!("is opened as {server}, in tier {}", self.tier()));
         let machine = self.machine(placement, server);
         let instance = Instance::new(self.sim.random(), machine, state, Version(0));
         let life = instance.life;

@@ -379,8 +379,15 @@ impl Job {
     }
 
     /// Asks the job to move to these servers while it trains.
-    fn scale(&self, py: Python<'_>, servers: Vec<String>, max_exposed: f64) -> PyResult<()> {
-        self.session(py, |session| session.scale(&servers, max_exposed))
+    fn scale(
+        &self,
+        py: Python<'_>,
+        servers: Vec<String>,
+        tier: Option<&str>,
+        max_exposed: f64,
+    ) -> PyResult<()> {
+        let tier = tier.map(str::parse).transpose().map_err(|fault: Fault| raise(py, &fault.into()))?;
+        self.session(py, |session| session.scale(&servers, tier, max_exposed))
     }
 
     /// Waits until the last step is durable, and gives the rank up. With `delete` the job is deleted; a failed

@@ -37,6 +37,8 @@ def test_a_script_moves_its_job_and_the_first_server_stops(said: Said) -> None:
         if step == 5:
             with pytest.raises(longshore.errors.InvalidError, match="max_exposed"):
                 optimizer.scale([second.address], max_exposed=0)
+            with pytest.raises(longshore.errors.InvalidError, match="one of memory, shm, nvme"):
+                optimizer.scale([second.address], tier="dram")
             optimizer.scale([second.address], max_exposed=0.25)
         if step == 150:
             first.close()

@@ -126,12 +126,12 @@ impl Cluster {
         step: Option<Step>,
         fault: Fault,
     ) -> Error {
-        let server = self.address(server).to_string();
+        let (tier, server) = (self.tier(server), self.address(server).to_string());
         let job = self.job().clone();
         match fault.kind {
             // Checkpoints and versions can be missing while the job is there.
             FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
-                StateLost { server, job, tier: self.spec().tier, detail: fault.to_string() }.into()
+                StateLost { server, job, tier, detail: fault.to_string() }.into()
             }
             FaultKind::Fenced => Fenced { server, job, fault }.into(),
             FaultKind::Conflict if [READS, ORIGIN].contains(&&*fault.field) => {

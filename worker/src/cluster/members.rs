@@ -1,14 +1,15 @@
 //! The servers of a job as commits change them: the placement, the connected servers, and the discovery of both.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, PoisonError, RwLock},
     time::Duration,
 };
 
 use futures_util::future::join_all;
 use longshore_proto::{
-    Epoch, Fault, FaultKind, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, Version,
+    Epoch, Fault, FaultKind, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, TierKind,
+    Version,
 };
 use longshore_wire::{
     Wire, fault_from_status,
@@ -43,12 +44,15 @@ struct State {
     is_back: bool,
     /// Servers that rank 0 reaches at another address than the job's servers do.
     moved: Vec<MemberAddress>,
+    /// The tier in which each server keeps the job, as it said when this rank joined.
+    tiers: BTreeMap<ServerId, TierKind>,
 }
 
 impl Members {
     pub(super) fn new(placement: Placement, connected: Vec<ServerId>) -> Members {
-        let (lost, forgetful, is_back, moved) = Default::default();
-        let state = State { placement: Arc::new(placement), connected, lost, forgetful, is_back, moved };
+        let (lost, forgetful, is_back, moved, tiers) = Default::default();
+        let state =
+            State { placement: Arc::new(placement), connected, lost, forgetful, is_back, moved, tiers };
         Members { state: RwLock::new(state), changed: Notify::new() }
     }
 
@@ -94,6 +98,25 @@ impl Cluster {
     /// The connected servers of the job, in the order of their numbers.
     pub(crate) fn servers(&self) -> std::vec::IntoIter<ServerId> {
         self.members.read(|state| state.connected.clone()).into_iter()
+    }
+
+    /// Notes the tier in which a server keeps the job, as its answer to a join says. A server of an earlier version says none.
+    pub(crate) fn keeps(&self, server: ServerId, tier: i32) {
+        let Some(tier) = TierKind::from_number(tier) else { return };
+        let known = self.members.change(|state| state.tiers.insert(server, tier));
+        if known.is_none() && tier != self.spec().tier {
+            tracing::info!(job = %self.job(), server = self.address(server), "keeps the job in tier {tier}");
+        }
+    }
+
+    /// The tier in which a server keeps the job: the spec's, unless its servers have changed.
+    pub(crate) fn tier(&self, server: ServerId) -> TierKind {
+        self.members.read(|state| state.tiers.get(&server).copied()).unwrap_or(self.spec().tier)
+    }
+
+    /// Returns true if a crash of some server can take back its newest version.
+    pub(crate) fn has_durable_later(&self) -> bool {
+        self.servers().any(|server| self.tier(server).properties().durable_later)
     }
 
     /// The server whose order of events counts.

@@ -67,7 +67,7 @@ pub(super) struct Driver {
 
 /// Waits until no crash of any server can take the version back.
 pub(super) async fn durable_everywhere(cluster: Arc<Cluster>, version: Version) -> Result<()> {
-    if cluster.spec().properties().durable_later {
+    if cluster.has_durable_later() {
         cluster.on_all(|server| await_durable(&cluster, server, version)).await?;
     }
     Ok(())

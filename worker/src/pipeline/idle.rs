@@ -16,8 +16,8 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
 use longshore_proto::{
-    Epoch, Fault, FaultKind, Handover, Incarnation, Placement, PlacementChange, ServerId, Step, Version,
-    limits::DEFAULT_MAX_EXPOSED,
+    Epoch, Fault, FaultKind, Handover, Incarnation, Placement, PlacementChange, ServerId, Step, TierKind,
+    Version, limits::DEFAULT_MAX_EXPOSED,
 };
 
 use super::moves::{Added, Plan, awaits_nothing, begin_all, leaving, prepare, retire};
@@ -32,12 +32,18 @@ use crate::{
 /// Pause between two looks at servers that fetch.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Moves a job without ranks to these servers. `asked_micros` is the time of the wish.
+/// Moves a job without ranks to these servers, which keep it in `tier` or as its servers do. `asked_micros` is the time of
+/// the wish.
 ///
 /// # Errors
 /// `Precondition` with field `lost` while a server is given up. `Fenced` once a rank 0 has started, which goes on with the
 /// wish. `Deadline` if no shard arrives for the session's deadline. A failed call may be repeated.
-pub fn move_idle(session: &Session, servers: &[String], asked_micros: u64) -> Result<()> {
+pub fn move_idle(
+    session: &Session,
+    servers: &[String],
+    tier: Option<TierKind>,
+    asked_micros: u64,
+) -> Result<()> {
     let cluster = &session.cluster;
     cluster.runtime.block_on(async {
         let incarnation = take(cluster).await?;
@@ -47,7 +53,7 @@ pub fn move_idle(session: &Session, servers: &[String], asked_micros: u64) -> Re
         check_all_met(cluster)?;
         let mut idle = Idle { cluster, incarnation, version, placement: (*cluster.placement()).clone() };
         idle.end_handovers().await?;
-        let (placement, wanted) = (Arc::new(idle.placement.clone()), servers.to_vec());
+        let (placement, wanted) = (Arc::new(idle.placement.clone()), (servers.to_vec(), tier));
         let mut plan =
             prepare(Arc::clone(cluster), placement, wanted, asked_micros, DEFAULT_MAX_EXPOSED).await?;
         if !plan.added.is_empty() {

@@ -16,7 +16,7 @@ use std::{
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
     Epoch, Fault, FaultKind, Incarnation, JobSpec, NO_SERVER, Placement, PlacementChange, ServerId, ShardId,
-    Step, Version,
+    Step, TierKind, Version,
     limits::{DEFAULT_MAX_EXPOSED, PROTOCOL},
 };
 use longshore_wire::{
@@ -285,7 +285,7 @@ impl Moves {
 
     /// Begins to prepare the newest wish, once no earlier change is under way.
     fn take_wish(&mut self, step: Step) {
-        let Wanted { servers, asked_micros, max_exposed, .. } = self.wanted.borrow().clone();
+        let Wanted { servers, asked_micros, max_exposed, tier, .. } = self.wanted.borrow().clone();
         if let Some(replaced) = self.plan.take_if(|plan| plan.asked < asked_micros) {
             self.unused.extend(replaced.added);
         }
@@ -316,13 +316,14 @@ impl Moves {
         let servers = if is_wish { servers } else { unreplicated };
         let is_said = is_wish && max_exposed > 0.0;
         let max_exposed = if is_said { max_exposed } else { DEFAULT_MAX_EXPOSED };
+        let tier = TierKind::from_number(tier).filter(|_| is_wish);
         if !servers.is_empty() {
             let (cluster, incarnation) = (Arc::clone(&self.cluster), self.rank.incarnation().0);
             let mut unused = std::mem::take(&mut self.unused);
             unused.retain(|added| !servers.contains(&added.peer.address));
             self.preparing = Some(self.cluster.runtime.spawn_joined(async move {
                 join_all(unused.iter().map(|added| give_up(&cluster, added, incarnation))).await;
-                prepare(cluster, placement, servers, asked_micros, max_exposed).await
+                prepare(cluster, placement, (servers, tier), asked_micros, max_exposed).await
             }));
         }
     }
@@ -458,11 +459,28 @@ fn look(cluster: &Arc<Cluster>) -> Task<Vec<(ServerId, DescribeResponse)>> {
     })
 }
 
+/// The tier in which the servers that a job shall have keep it: that of those which have it already and the wish's, which
+/// are the same, or else the job's.
+///
+/// # Errors
+/// `Precondition` for servers of several tiers: no decision can be taken back in some, and may have to be in others.
+pub fn wanted_tier(tiers: impl Iterator<Item = TierKind>, present: TierKind) -> Result<TierKind, Fault> {
+    let tiers: BTreeSet<TierKind> = tiers.collect();
+    if tiers.len() > 1 {
+        let value = tiers.into_iter().map(TierKind::name).collect::<Vec<_>>().join(" and ");
+        let limit = "one tier on all servers that the job shall have";
+        let remedy =
+            "ask for servers that the job is not on yet, and for no other: there it changes its tier";
+        return Err(Fault::new(FaultKind::Precondition, "tier", value, limit, remedy));
+    }
+    Ok(tiers.first().copied().unwrap_or(present))
+}
+
 /// Opens the job on servers that it is not on yet, and plans the moves.
 pub(super) async fn prepare(
     cluster: Arc<Cluster>,
     placement: Arc<Placement>,
-    wanted: Vec<String>,
+    (wanted, tier): (Vec<String>, Option<TierKind>),
     asked: u64,
     max_exposed: f64,
 ) -> Result<Plan> {
@@ -476,6 +494,8 @@ pub(super) async fn prepare(
             None => new.push(address.clone()),
         }
     }
+    let tiers = members.iter().map(|&server| cluster.tier(server)).chain(tier);
+    spec.tier = wanted_tier(tiers, cluster.tier(cluster.first()))?;
     let open = async |spec: &JobSpec,
                       server: ServerId,
                       peer: &Peer,

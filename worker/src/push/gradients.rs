@@ -93,7 +93,7 @@ impl Gradients {
     pub(crate) fn committed(&self, step: Step) {
         let cluster = &self.cluster;
         let hearsay = cluster.options.rank != Rank(0) && cluster.servers().len() > 1;
-        let lag = u64::from(hearsay || cluster.spec().properties().durable_later);
+        let lag = u64::from(hearsay || cluster.has_durable_later());
         self.retained.release(Step(step.0.saturating_sub(lag)));
     }
 

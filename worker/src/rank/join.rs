@@ -42,7 +42,9 @@ async fn join(cluster: &Cluster, server: ServerId, request: JoinRequest) -> Resu
         let request = request.clone();
         async move { peer.training().join(request).await }
     });
-    answer.await
+    let answer = answer.await?;
+    cluster.keeps(server, answer.tier);
+    Ok(answer)
 }
 
 impl RankState {

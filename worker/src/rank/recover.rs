@@ -34,7 +34,7 @@ pub(crate) async fn recover(
         return Err(StateLost {
             server: cluster.address(server).into(),
             job: cluster.job().clone(),
-            tier: cluster.spec().tier,
+            tier: cluster.tier(server),
             detail,
         }
         .into());
@@ -199,16 +199,27 @@ pub(crate) async fn withdraw(cluster: &Cluster, incarnation: Incarnation) -> Res
     // A fresh answer of each server: a commit that was completed a moment ago is taken back too.
     let answers = cluster.describe_all(false, cluster.options.deadline).await?;
     let common = answers.values().map(version).min().unwrap_or(0);
-    let ahead = answers.iter().filter(|(_, answer)| version(answer) > common);
+    let ahead: Vec<_> = answers.iter().filter(|(_, answer)| version(answer) > common).collect();
+    let lost = answers.iter().find(|(_, answer)| version(answer) == common);
+    let keeps = |server: ServerId| !cluster.tier(server).properties().durable_later;
+    if let (Some((lost, _)), Some((keeps, _))) = (lost, ahead.iter().find(|(server, _)| keeps(*server))) {
+        let (server, tier) = (cluster.address(lost).into(), cluster.tier(*keeps));
+        let detail = format!("a version after {common}, which servers of tier {tier} do not take back");
+        return Err(StateLost { server, job: cluster.job().clone(), tier, detail }.into());
+    }
     // Every call runs to its end, whether others fail or not.
     let taken = |answer: &DescribeResponse| {
         let commit = answer.progress.as_ref().and_then(|progress| progress.last_commit.as_ref());
         commit.map_or(0, |commit| commit.decided_by)
     };
-    join_all(ahead.map(|(server, answer)| step_back(cluster, server, (common, taken(answer)), incarnation)))
-        .await
-        .into_iter()
-        .collect()
+    join_all(
+        ahead
+            .into_iter()
+            .map(|(server, answer)| step_back(cluster, server, (common, taken(answer)), incarnation)),
+    )
+    .await
+    .into_iter()
+    .collect()
 }
 
 async fn step_back(

@@ -6,7 +6,7 @@ use std::{
 };
 
 use longshore_proto::{
-    FaultKind, ServerId, Version,
+    FaultKind, ServerId, TierKind, Version,
     checksum::{self, BlockHash},
     limits::MAX_PAUSE_REASON_BYTES,
 };
@@ -114,11 +114,17 @@ async fn delete_by(
 }
 
 /// Asks every server of the job to keep the wish for these servers, which rank 0 then fulfils with its decisions.
-pub(super) async fn scale_all(cluster: &Cluster, servers: &[String], max_exposed: f64) -> Result<()> {
+pub(super) async fn scale_all(
+    cluster: &Cluster,
+    servers: &[String],
+    tier: Option<TierKind>,
+    max_exposed: f64,
+) -> Result<()> {
     // Rank 0 may know of the wish from any server, and the latest one counts.
     let asked_micros = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_micros() as u64);
     let (job, servers) = (cluster.job().to_string(), servers.to_vec());
-    let request = &ScaleRequest { job, servers, asked_micros, max_exposed, ..Default::default() };
+    let tier = tier.map_or(0, TierKind::number);
+    let request = &ScaleRequest { job, servers, asked_micros, max_exposed, tier, ..Default::default() };
     let scale = |server| {
         cluster.call(server, "Scale", None, cluster.options.deadline, move |peer| {
             let request = request.clone();

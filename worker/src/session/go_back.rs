@@ -47,10 +47,6 @@ impl Whereabouts {
         self.progress.ids().filter(|&server| Self::has_state(&self.progress[server])).collect()
     }
 
-    fn is_whole(&self) -> bool {
-        self.progress.values().all(Self::has_state)
-    }
-
     fn version(&self, server: ServerId) -> Version {
         Version(self.progress[server].as_ref().map_or(0, |progress| progress.version))
     }
@@ -247,7 +243,11 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
             other => return other.map(|_| checkpoint),
         }
     }
-    let gone = !cluster.spec().properties().survives_restart() && !there.is_whole();
+    let has_ended = |server: ServerId| {
+        let survives = cluster.tier(server).properties().survives_restart();
+        !survives && !Whereabouts::has_state(&there.progress[server])
+    };
+    let gone = there.progress.ids().any(has_ended);
     if !gone && !discard {
         return Err(kept(cluster, &checkpoint, there));
     }

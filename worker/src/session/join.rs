@@ -254,7 +254,7 @@ pub(crate) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Re
         }
     };
     let mut ended = complete_commit(cluster, &progress, incarnation).await;
-    if cluster.spec().properties().durable_later {
+    if cluster.has_durable_later() {
         ended = match ended {
             // A server has lost the gradients with the decision, and the process that could send them again is gone.
             Err(Error::Call(failed))
@@ -358,15 +358,14 @@ async fn complete_commit(
     sent.into_iter().try_for_each(|sent| sent.map(drop))
 }
 
-/// Returns the origin on each server that a decision was made from, as far as its maker said. If no server can
-/// step back, origins are unknown, and the decision is completed with the contributions that are there.
+/// Returns the origin on each server that a decision was made from, as far as its maker said. On a server that never loses
+/// a version alone, the decision is completed with the contributions that are there.
 fn origins(cluster: &Cluster, commit: &Commit) -> ByServer<Origin> {
-    let said = match cluster.spec().properties().durable_later {
-        true => {
-            Envelope::decode(&commit.trainer_state).map_or_else(|_| Vec::new(), |envelope| envelope.origins)
-        }
-        false => Vec::new(),
+    let said =
+        Envelope::decode(&commit.trainer_state).map_or_else(|_| Vec::new(), |envelope| envelope.origins);
+    let origin = |server: ServerId| match cluster.tier(server).properties().durable_later {
+        true => said.get(server.0 as usize).copied().unwrap_or(Origin::UNKNOWN),
+        false => Origin::UNKNOWN,
     };
-    let origin = |ServerId(server)| said.get(server as usize).copied().unwrap_or(Origin::UNKNOWN);
     ByServer::new(cluster.servers(), origin)
 }

@@ -23,7 +23,7 @@ use std::{
     time::Duration,
 };
 
-use longshore_proto::{Incarnation, JobSpec, Layout, Rank, Version, check_max_exposed};
+use longshore_proto::{Incarnation, JobSpec, Layout, Rank, TierKind, Version, check_max_exposed};
 use longshore_wire::{Author, v1};
 
 pub use self::{
@@ -314,15 +314,16 @@ impl Session {
         self.block_on(admin::delete_job(&self.cluster, again))
     }
 
-    /// Asks the job to move to these servers, while its ranks train. Updates wait for moves at most for `max_exposed` of
-    /// the time between two decisions. Returns once its servers know of the wish.
+    /// Asks the job to move to these servers, while its ranks train. New servers keep it in `tier`, or as its servers do.
+    /// Updates wait for moves at most for `max_exposed` of the time between two decisions. Returns once its servers know of
+    /// the wish.
     ///
     /// # Errors
     /// `Call` if a server refuses: `Invalid` for a list that is empty or has repetitions, `Forbidden` for an identity
     /// without the role operator. `Invalid` unless `max_exposed` is above 0 and at most 1.
-    pub fn scale(&self, servers: &[String], max_exposed: f64) -> Result<()> {
+    pub fn scale(&self, servers: &[String], tier: Option<TierKind>, max_exposed: f64) -> Result<()> {
         check_max_exposed(max_exposed)?;
-        self.block_on(admin::scale_all(&self.cluster, servers, max_exposed))
+        self.block_on(admin::scale_all(&self.cluster, servers, tier, max_exposed))
     }
 
     /// Stops the job on every server until `resume`. Rank 0 only, after `join`.

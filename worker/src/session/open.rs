@@ -199,7 +199,7 @@ pub(super) fn judge(cluster: &Cluster, servers: &[(ServerId, &JobProgress)]) -> 
         (Some(&(lost, _)), Some((ahead, progress))) => Err(StateLost {
             server: cluster.address(lost).into(),
             job: cluster.job().clone(),
-            tier: cluster.spec().tier,
+            tier: cluster.tier(lost),
             detail: format!(
                 "it holds nothing of it while server {} is at {}",
                 cluster.address(*ahead),

@@ -1493,6 +1493,9 @@ pub struct JoinResponse {
     /// since, for which the process has no gradient, and it joins with a higher incarnation.
     #[prost(uint64, optional, tag = "3")]
     pub joined_at: ::core::option::Option<u64>,
+    /// in which this server keeps the job: once its servers have changed, another one than the spec of a rank may say
+    #[prost(enumeration = "Tier", tag = "4")]
+    pub tier: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StatsRequest {
@@ -1634,6 +1637,9 @@ pub struct Wanted {
     /// ScaleRequest.max_exposed; 0: 0.05
     #[prost(double, tag = "4")]
     pub max_exposed: f64,
+    /// ScaleRequest.tier
+    #[prost(enumeration = "Tier", tag = "5")]
+    pub tier: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Paused {
@@ -3150,6 +3156,9 @@ pub struct ScaleRequest {
     /// largest part of a step that updates may wait for moves, above 0, at most 1; 0: 0.05
     #[prost(double, tag = "6")]
     pub max_exposed: f64,
+    /// in which new servers keep the job; unspecified: as the job's servers do
+    #[prost(enumeration = "Tier", tag = "7")]
+    pub tier: i32,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ScaleResponse {}

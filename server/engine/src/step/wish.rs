@@ -1,6 +1,6 @@
 //! An operator's wish for other servers, and the operator's word that some are gone for good.
 
-use longshore_proto::{Placement, ServerId, ShardId, Step};
+use longshore_proto::{Placement, ServerId, ShardId, Step, TierKind};
 
 use super::{handover::Awaited, machine::Machine};
 
@@ -11,6 +11,8 @@ pub struct Wanted {
     pub asked_micros: u64,
     /// Largest part of the time between two decisions that updates may wait for moves. 0: the default.
     pub max_exposed: f64,
+    /// Tier of the job on new servers. None: that of the job's servers.
+    pub tier: Option<TierKind>,
     /// Addresses of servers that are gone for good, as an operator or rank 0 says.
     pub lost: Vec<String>,
     /// Number of words so far, by which a watcher knows what it has heard. An operator's clock may be late.

@@ -18,7 +18,7 @@ use longshore_engine::{
 };
 use longshore_proto::{
     ChunkId, Commit, Contribution, ContributionChunk, Dtype, Fault, FaultKind, Incarnation, JobSpec, Layout,
-    LeftOut, MicroStep, Placement, Rank, ServerId, ShardId, Slice, StateArray, Step, Version,
+    LeftOut, MicroStep, Placement, Rank, ServerId, ShardId, Slice, StateArray, Step, TierKind, Version,
     checksum::{crc32, state_hash},
 };
 
@@ -337,7 +337,7 @@ impl Cluster {
     /// Commits on every server. Returns true for a server that had the same decision already.
     pub(crate) fn commit(&mut self, commit: &Commit) -> Result<Vec<bool>, Fault> {
         let mut duplicates = Vec::new();
-        if self.spec.properties().durable_later {
+        if self.has_durable_later() {
             self.settle()?;
         }
         for server in self.living() {
@@ -351,15 +351,20 @@ impl Cluster {
         Ok(duplicates)
     }
 
+    /// Returns true if a restart of some server can take back its newest version.
+    pub(crate) fn has_durable_later(&self) -> bool {
+        self.living().any(|server| self.jobs[server].spec().properties().durable_later)
+    }
+
     /// Opens a server that has room for all shards, and owns none. The next commit names it.
-    pub(crate) fn add_server(&mut self, storage: &Storage) -> String {
+    pub(crate) fn add_server(&mut self, tier: TierKind, storage: &Storage) -> String {
         let address = format!("server-{}:7070", self.jobs.len());
         let server = ServerId(self.jobs.len() as u32);
         let mut target = self.placement.clone();
         target.epoch.0 += 1;
         target.servers.push(address.clone());
         target.owners.fill(server);
-        let job = self.open_one(target, server, storage);
+        let job = self.open_one(JobSpec { tier, ..self.spec.clone() }, target, server, storage);
         for (rank, incarnation) in self.incarnations.iter().enumerate() {
             assert_eq!(job.join(Rank(rank as u32), *incarnation, None), Ok(true));
         }
@@ -374,8 +379,8 @@ impl Cluster {
         address
     }
 
-    fn open_one(&self, placement: Placement, server: ServerId, storage: &Storage) -> Job {
-        let (budget, spec, observer) = (Budget::new(1 << 32), self.spec.clone(), Box::new(|| {}));
+    fn open_one(&self, spec: JobSpec, placement: Placement, server: ServerId, storage: &Storage) -> Job {
+        let (budget, observer) = (Budget::new(1 << 32), Box::new(|| {}));
         Job::open(spec, placement, server, &budget, storage, Arc::clone(&self.compute), observer).unwrap()
     }
 
@@ -383,7 +388,7 @@ impl Cluster {
     /// at that version if the server `steps_back`.
     pub(crate) fn restart(&mut self, server: usize, before: Version, steps_back: bool) {
         let job = self.jobs.remove(server);
-        let (placement, number) = (job.opened_with().clone(), job.server());
+        let (spec, placement, number) = (job.spec().clone(), job.opened_with().clone(), job.server());
         drop(Arc::into_inner(job).expect("the only user"));
         for dir in self.storages[server].folders() {
             let folder = format!("{}/server-{}-of-{}", self.spec.name, number.0, placement.servers.len());
@@ -402,7 +407,7 @@ impl Cluster {
         }
         let at_most = steps_back.then_some(before);
         let storage = Storage { at_most, ..self.storages[server].clone() };
-        let job = self.open_one(placement, number, &storage);
+        let job = self.open_one(spec, placement, number, &storage);
         self.works[server] = job.protocol.take_unfinished().into();
         self.arrivals[server] = arrivals(&job);
         self.jobs.insert(server, Arc::new(job));

@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::Context;
-use longshore_proto::{Fault, FaultKind, JobSpec, Placement, Rank, check_max_exposed};
+use longshore_proto::{Fault, FaultKind, JobSpec, Placement, Rank, TierKind, check_max_exposed};
 use longshore_wire::{Wire, v1};
 use longshore_worker::{
     Error, Options, Session,
@@ -52,6 +52,9 @@ pub(super) struct Args {
     /// a lost step
     #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...")]
     lost: Vec<String>,
+    /// Tier in which new servers keep the job: none of its present servers may stay [default: the job's]
+    #[arg(long, value_name = "TIER")]
+    tier: Option<TierKind>,
     /// Largest part of a step that updates may wait for shards that move, above 0 and at most 100 percent
     #[arg(long, default_value = "5%", value_name = "PERCENT", value_parser = parse_percent)]
     max_exposed: f64,
@@ -243,6 +246,7 @@ impl Args {
                 check: true,
                 lost: self.lost.clone(),
                 max_exposed: self.max_exposed,
+                tier: self.tier.map_or(0, TierKind::number),
             };
             let planned = Plan::make(&members, &seen, &request, access).and_then(|plan| {
                 if !self.dry_run {
@@ -359,7 +363,7 @@ impl Args {
         let bar = Progress::bytes(job, plan.bytes.max(1), out);
         let reachable: Vec<String> = wanted.iter().chain(&seen.members()).cloned().collect();
         thread::scope(|scope| {
-            let moving = scope.spawn(|| move_idle(&session, wanted, *asked_micros));
+            let moving = scope.spawn(|| move_idle(&session, wanted, self.tier, *asked_micros));
             while !moving.is_finished() {
                 let seen = Servers::reach(&reachable, access).and_then(|(servers, _)| look(&servers, job));
                 if let Ok(seen) = seen {

@@ -385,19 +385,20 @@ class Optimizer(Stepping, Stateful):
         self._checkpointed = (version, kept)
         return kept
 
-    def scale(self, servers: Sequence[str], *, max_exposed: float = 0.05) -> None:
+    def scale(self, servers: Sequence[str], *, tier: str | None = None, max_exposed: float = 0.05) -> None:
         """Moves the job to other servers while training goes on: its shards move with the next steps, and no bit changes.
 
         Returns once the servers know of the wish. A later one replaces it. Called by a single rank.
 
         Args:
             servers: addresses of all servers that the job shall have.
+            tier: where new servers keep the job, as in `AdamW(tier=...)`; then none of its present servers may stay. None: as they do.
             max_exposed: largest part of a step's time that updates may wait for shards that move, above 0 and at most 1.
 
         Raises:
             RefusedError: for an empty list or one with repetitions, a job that cannot move, and an identity without the role operator.
         """
-        self._opened().job.scale(list(servers), max_exposed)
+        self._opened().job.scale(list(servers), tier, max_exposed)
 
     # Other optimizers of the same parameters
 

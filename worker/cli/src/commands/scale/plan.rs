@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use longshore_engine::{admission::Need, tier::Storage};
 use longshore_proto::{Fault, FaultKind, JobSpec, Layout, NO_SERVER, Placement, ServerId, ShardId, TierKind};
 use longshore_wire::{Wire, v1};
-use longshore_worker::pipeline::{Moved, plan_moves};
+use longshore_worker::pipeline::{Moved, plan_moves, wanted_tier};
 use serde_json::json;
 
 use super::Seen;
@@ -49,7 +49,13 @@ impl Plan {
         access: &Access,
     ) -> anyhow::Result<Plan> {
         let placement = &seen.placement;
-        let spec = seen.spec.clone();
+        let stays = |answer: &&v1::DescribeResponse| {
+            let address = placement.servers.get(answer.server as usize);
+            address.is_some_and(|address| request.servers.contains(address))
+        };
+        let tiers = seen.answers.iter().filter(stays).filter_map(|answer| answer.spec.as_ref());
+        let tiers = tiers.map(|spec| spec.tier).chain([request.tier]).filter_map(TierKind::from_number);
+        let spec = JobSpec { tier: wanted_tier(tiers, seen.spec.tier)?, ..seen.spec.clone() };
         let layout = spec.validate()?;
         members.each(async |mut admin| admin.scale(request.clone()).await)?;
         let number = |address: &String| {
