@@ -8,7 +8,7 @@ use std::{
 };
 
 use longshore_proto::{
-    Fault, FaultKind, ShardId, Step, Version, checksum::BlockHash, limits::BLOCK_ELEMENTS,
+    Fault, FaultKind, JobSpec, ShardId, Step, TierKind, Version, checksum::BlockHash, limits::BLOCK_ELEMENTS,
 };
 
 use super::{
@@ -131,8 +131,9 @@ fn own_part(job: &Job, manifest: Manifest) -> Option<Part> {
         (part.server, part.servers) == job.part()
             && part.shards.iter().map(|entry| entry.shard).eq(job.owned_at(Step(part.version.0)))
     };
-    // A job that was opened with another spec would write another part, whatever its state.
-    if manifest.spec != *job.spec() {
+    // A job that was opened with another spec would write another part, whatever its state. Its servers' tier may change.
+    let spec = JobSpec { tier: job.spec().tier, ..manifest.spec.clone() };
+    if spec != *job.spec() {
         return None;
     }
     manifest.parts.into_iter().find(mine)
@@ -263,7 +264,10 @@ impl Sink {
         self.put(header.tail, &tail)?;
         self.draft.file.set_len(bytes).map_err(io("truncate", path))?;
         self.draft.file.write_all_at(&header.bytes, 0).map_err(io("write", path))?;
-        Ok(self.entry(plan, info, images, bytes, [spec, &commit, &header.bytes, &tail]))
+        // A job that changes its tier has servers of both.
+        let of_all = JobSpec { tier: TierKind::Memory, ..plan.spec.clone() };
+        let of_all = serde_json::to_vec(&of_all).map_err(|error| defect(path, error))?;
+        Ok(self.entry(plan, info, images, bytes, [&of_all, &commit, &header.bytes, &tail]))
     }
 
     /// Returns the images of the part. All shards of a job have the same: none at version 0, and none after a

@@ -304,6 +304,28 @@ fn a_sealed_name_asked_for_again_is_the_same_checkpoint_only_with_the_same_state
     assert_eq!(stale.iter().map(|listed| &*listed.name).collect::<Vec<_>>(), ["two"]);
 }
 
+/// While a job changes its tier, its servers write their parts in two tiers.
+#[test]
+fn servers_of_two_tiers_write_one_checkpoint() {
+    let (_root, store) = store();
+    let dir = tempfile::tempdir().unwrap();
+    let on_drives = Storage { dirs: vec![dir.path().to_path_buf()], ..Storage::default() };
+    let in_memory = Trained::after(&spec(1, 1), 2, 2);
+    let moved = Trained::open_on(&JobSpec { tier: TierKind::Nvme, ..spec(1, 1) }, 2, &on_drives);
+    moved.upload();
+    (1..=2).for_each(|step| moved.step(step));
+    let write = || {
+        let of = [&in_memory.jobs[0], &moved.jobs[1]];
+        of.map(|job| store.write(0, job, "both", None, soon()).unwrap().to_json().unwrap())
+    };
+    let parts = write();
+    store.seal(&run(), "both", &parts).unwrap();
+    assert_eq!(write(), parts, "a call may be repeated on any server");
+    let restored = Trained::open(&spec(2, 1), 1);
+    restored.restore(&store, "both").unwrap();
+    assert_eq!(restored.state_hash(), moved.state_hash());
+}
+
 /// Parts that nobody will seal take as much room as a checkpoint.
 #[test]
 fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
