@@ -7,7 +7,6 @@ mod host;
 pub(crate) mod probe;
 pub(crate) mod step;
 pub(crate) mod storage;
-mod table;
 pub(crate) mod update;
 pub(crate) mod wire;
 
@@ -15,8 +14,6 @@ use std::time::Duration;
 
 use longshore_proto::{JobName, JobSpec, Param};
 use rustix::time::{ClockId, clock_gettime};
-
-use self::table::Rows;
 
 /// Returns the base job of a bench: AdamW, bf16 both ways, one rank, exact. Each bench changes the fields that it
 /// varies.
@@ -71,6 +68,18 @@ impl Measured {
         median(&self.times) * 1e9 / self.params as f64
     }
 
+    fn row(&self) -> String {
+        line([
+            self.case.clone(),
+            self.threads.to_string(),
+            format!("{:.1}", self.gb_per_s()),
+            format!("{:.1}..{:.1}", self.min_gb_per_s(), self.max_gb_per_s()),
+            format!("{:.1}", self.limit_gb_per_s()),
+            format!("{:.2}", self.fraction()),
+            format!("{:.3}", self.ns_per_param()),
+        ])
+    }
+
     pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::json!({
             "bench": self.bench,
@@ -87,6 +96,18 @@ impl Measured {
             "rounds": self.times.len(),
         })
     }
+}
+
+/// Returns the head of a table of measurements. The table is Markdown, so that it can be pasted into a page.
+fn head() -> String {
+    let names = ["case", "threads", "GB/s", "min..max", "limit GB/s", "of the limit", "ns/param"];
+    line(names.map(str::to_string)) + "\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+}
+
+fn line([case, threads, rate, range, limit, fraction, time]: [String; 7]) -> String {
+    format!(
+        "| {case:<54} | {threads:>7} | {rate:>6} | {range:>14} | {limit:>10} | {fraction:>12} | {time:>8} |"
+    )
 }
 
 /// CPU time of all threads of this process. Both ends of a bench run here, so the time covers both.

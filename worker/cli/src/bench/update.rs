@@ -14,9 +14,9 @@ use longshore_proto::{Dtype, Formats};
 use self::cases::Images;
 pub(super) use self::cases::Update;
 use super::{
-    Measured, Rows,
+    Measured,
     arrays::{Arrays, BLOCK, Shard, fitting, gradient_of, move_bytes},
-    median,
+    head, median,
 };
 use crate::{output::Output, sizes::parse_count};
 
@@ -145,8 +145,9 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     // on the core of the pool's second thread all the time.
     all.adopt_caller();
     let mut arrays = Arrays::allocate(params, all)?;
-    let names: Vec<String> = cases.iter().map(Update::name).collect();
-    let rows = Rows::begin(names.iter().map(String::as_str), out);
+    if !out.is_json() {
+        say!("{}", head());
+    }
     let rounds: usize = args.rounds.into();
     let progress = indicatif::ProgressBar::new((rounds * cases.len() * pools.len()) as u64);
     for &case in &cases {
@@ -169,7 +170,7 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
                 }
                 progress.inc(1);
             }
-            progress.suspend(|| rows.say(&measured));
+            progress.suspend(|| out.result(|| measured.json(), || measured.row()));
         }
     }
     progress.finish_and_clear();

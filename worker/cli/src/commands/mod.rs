@@ -46,11 +46,12 @@ Exit codes:
 const SAMPLE: &str = "write the weights with --export, and generate text with a library that reads them";
 
 /// Flags of earlier releases, each with its replacement. Rows stay for one release.
-pub const RETIRED: [Retired; 16] = [
+pub const RETIRED: [Retired; 17] = [
     ("compute-of-transfer", "give the compute of a step with --compute-ms"),
     ("correction", "leave it out of `plan`: a server takes the same memory with and without it"),
     ("device-budget", "measure a model cut into units with longshore.shard in PyTorch"),
     ("durability", DURABILITY),
+    ("during-update", "measure transfers and updates together with `longshore bench step`"),
     ("newer-from", "leave it out: all micro-steps of a delayed step compute with the same weights"),
     (
         "format",

@@ -13,4 +13,4 @@ pub(crate) use hardware::HardwareArgs;
 pub(crate) use hugging_face::{files_of_index, header as safetensors_header, read};
 pub(crate) use model::{Division, Model, Tensor, Transformer};
 pub(crate) use schedule::{Hardware, Run, Step, Traffic, Unit, enough_servers};
-pub(crate) use traffic::{DriveTraffic, update_bytes};
+pub(crate) use traffic::DriveTraffic;

@@ -9,8 +9,13 @@
 
 mod resources;
 
+use longshore_proto::JobSpec;
+
 use self::resources::{Line, Part, deal, groups};
-use super::{device::Stage, traffic::DriveTraffic};
+use super::{
+    device::Stage,
+    traffic::{DriveTraffic, update_bytes},
+};
 
 /// Speeds, in bytes and operations a second.
 #[derive(Clone, Copy, Debug)]
@@ -149,6 +154,31 @@ struct Simulation<'a> {
 }
 
 impl Run {
+    /// Returns the steps of a job at stage 2, without activations on the host.
+    pub(crate) fn of(
+        spec: &JobSpec,
+        units: Vec<Unit>,
+        servers: f64,
+        sliced: bool,
+        drives: DriveTraffic,
+    ) -> Run {
+        Run {
+            units,
+            gpus: spec.world_size.into(),
+            servers,
+            shard: spec.shard_elements as f64,
+            stage: Stage::Two,
+            room: f64::INFINITY,
+            activations: 0.0,
+            delayed: spec.max_delay > 0,
+            sliced,
+            micro_steps: spec.micro_steps,
+            width: spec.gradient_dtype.bytes() as f64,
+            update_bytes: update_bytes(spec, sliced),
+            drives,
+        }
+    }
+
     pub(crate) fn step(&self, hardware: &Hardware) -> Step {
         let mut simulation = Simulation::of(self, hardware);
         (0..WARM_STEPS).for_each(|_| simulation.step());

@@ -6,7 +6,7 @@ use longshore_proto::{JobSpec, Placement, ServerId};
 use longshore_worker::Transport;
 
 use super::Args;
-use crate::plan::{DriveTraffic, Hardware, Run, Stage, Step, Unit, update_bytes};
+use crate::plan::{DriveTraffic, Hardware, Run, Step, Unit};
 
 /// Speeds measured alone, in bytes a second.
 pub(super) struct Alone {
@@ -58,21 +58,8 @@ fn simulated(args: &Args, spec: &JobSpec, uses: &Uses) -> anyhow::Result<Run> {
         forward_s: uses.forward_s,
         backward_s: uses.backward_s,
     };
-    Ok(Run {
-        units: spec.params.iter().map(|param| unit(param.shape.iter().product())).collect(),
-        gpus: f64::from(args.ranks),
-        servers: args.server_count() as f64,
-        shard: args.shard_elements as f64,
-        stage: Stage::Two,
-        room: f64::INFINITY,
-        activations: 0.0,
-        delayed: args.delay > 0,
-        sliced: false,
-        micro_steps: args.micro_steps,
-        width: spec.gradient_dtype.bytes() as f64,
-        update_bytes: update_bytes(spec, false),
-        drives: on_drives(args, spec)?,
-    })
+    let units = spec.params.iter().map(|param| unit(param.shape.iter().product())).collect();
+    Ok(Run::of(spec, units, args.server_count() as f64, false, on_drives(args, spec)?))
 }
 
 fn on_drives(args: &Args, spec: &JobSpec) -> anyhow::Result<DriveTraffic> {

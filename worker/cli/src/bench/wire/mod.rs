@@ -1,7 +1,6 @@
 //! Compares push and pull with raw sockets. All cases take turns in each round, since clocks, caches and
 //! neighbours on the host change within seconds. Compare only medians of the same run.
 
-mod beside;
 mod case;
 mod ours;
 mod raw;
@@ -12,12 +11,9 @@ use longshore_engine::threads::available_threads;
 use longshore_proto::limits::DATA_CONNECTIONS;
 use serde_json::json;
 
+use self::case::{Case, Sample};
 pub(super) use self::ours::BenchRank;
 pub(crate) use self::ours::JOB;
-use self::{
-    beside::Update,
-    case::{Case, Sample},
-};
 use crate::output::Output;
 
 #[derive(clap::Args)]
@@ -32,9 +28,6 @@ pub(crate) struct Args {
     /// Samples of each case
     #[arg(long, default_value_t = 9, value_name = "N")]
     rounds: usize,
-    /// Measure each case also beside an update that goes on all the time, on this many threads
-    #[arg(long, value_name = "THREADS")]
-    during_update: Option<usize>,
     /// Only these cases, and the raw ones they are compared with; all by default
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     cases: Vec<String>,
@@ -48,10 +41,6 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     ensure!((1..=64).contains(&args.connections), "--connections must be in 1..=64");
     ensure!((1..=16384).contains(&args.megabytes), "--megabytes must be in 1..=16384");
     ensure!(args.rounds > 0, "--rounds must be at least 1");
-    ensure!(
-        args.during_update.is_none_or(|threads| (1..=1024).contains(&threads)),
-        "--during-update must be in 1..=1024"
-    );
     let bytes = args.megabytes << 20;
     let mut cases = raw::cases(args.connections, bytes)?;
     cases.extend(ours::cases(args.connections, bytes)?);
@@ -61,20 +50,18 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         cases.retain(|case| wanted(case) || limits.contains(&case.name));
         ensure!(!cases.is_empty(), "--cases names none of them");
     }
-    let mut update = args.during_update.map(|threads| Update::new(beside::PARAMS, threads)).transpose()?;
     for round in 0..=args.rounds {
         for case in &mut cases {
-            case.round(round, update.as_mut())?;
+            case.round(round)?;
         }
     }
-    report(&cases, (args, out), update.as_ref().map(Update::ns_per_param));
+    report(&cases, (args, out));
     Ok(())
 }
 
-fn report(cases: &[Case], (args, out): (&Args, Output), update_ns: Option<f64>) {
+fn report(cases: &[Case], (args, out): (&Args, Output)) {
     if !out.is_json() {
-        let more = if update_ns.is_some() { "   GB/s in update   of undisturbed" } else { "" };
-        say!("{:<12} {:>10} {:>9} {:>9} {:>9}{more}", "case", "GB/s", "of raw", "CPU-s/GB", "of raw");
+        say!("{:<12} {:>10} {:>9} {:>9} {:>9}", "case", "GB/s", "of raw", "CPU-s/GB", "of raw");
     }
     for case in cases {
         let (rate, cpu) = (case.median(Sample::gb_per_s), case.median(Sample::cpu_s_per_gb));
@@ -94,10 +81,6 @@ fn report(cases: &[Case], (args, out): (&Args, Output), update_ns: Option<f64>) 
                 "cpu_s_per_gb": cpu,
                 "limit_cpu_s_per_gb": limit_cpu,
                 "cpu_ratio": limit_cpu.map(|limit| cpu / limit),
-                "update_threads": args.during_update,
-                "update_ns_per_param": update_ns,
-                "during_update_gb_per_s": case.beside().map(|(rate, _)| rate),
-                "during_update_fraction": case.beside().map(|(_, fraction)| fraction),
             });
             say!("{line}");
         } else {
@@ -105,13 +88,7 @@ fn report(cases: &[Case], (args, out): (&Args, Output), update_ns: Option<f64>) 
                 limit.map_or(String::new(), |limit| format!("{:.2}", value / limit))
             };
             let (of_rate, of_cpu) = (ratio(limit_rate, rate), ratio(limit_cpu, cpu));
-            let more = case
-                .beside()
-                .map_or(String::new(), |(rate, fraction)| format!(" {rate:>16.2} {fraction:>16.2}"));
-            say!("{:<12} {rate:>10.2} {of_rate:>9} {cpu:>9.3} {of_cpu:>9}{more}", case.name);
+            say!("{:<12} {rate:>10.2} {of_rate:>9} {cpu:>9.3} {of_cpu:>9}", case.name);
         }
-    }
-    if let (Some(ns), Some(threads), false) = (update_ns, args.during_update, out.is_json()) {
-        say!("The update beside them: {ns:.3} ns a parameter on {threads} thread(s).");
     }
 }

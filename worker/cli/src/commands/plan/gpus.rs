@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::{
     plan::{
         Division, DriveTraffic, HardwareArgs, Model, Peak, Run, Stage, Step, Traffic, Unit, WIDTH, Workload,
-        enough_servers, largest, update_bytes,
+        enough_servers, largest,
     },
     sizes::human,
 };
@@ -84,13 +84,17 @@ impl Plan {
             "--gpu-tflops is given, but nothing says how much this model computes: put its config.json beside it"
         );
         let vocabulary = model.transformer.map_or(VOCABULARY, |transformer| transformer.vocabulary);
+        let sliced = hardware.has_fabric() && spec.world_size > 1;
         let stages = [Stage::Two, Stage::Three].map(|stage| {
             let flops = speeds.map_or(f64::INFINITY, |speeds| speeds.gpu_flops);
             let units = units(model, spec, &work, flops);
             let peak = Peak::of(model, &work, stage).scaled(scale(model, spec));
-            let has_room = room(&peak, memory);
-            let run =
-                run(units, spec, (servers, hardware.has_fabric()), (stage, has_room, peak.on_host), drives);
+            let run = Run {
+                stage,
+                room: room(&peak, memory),
+                activations: peak.on_host as f64,
+                ..Run::of(spec, units, servers.into(), sliced, drives)
+            };
             let most = MOST_SERVERS.min(shards);
             let step = speeds.map(|speeds| (run.step(&speeds), enough_servers(&run, &speeds, most).0));
             Of {
@@ -102,7 +106,6 @@ impl Plan {
                 step,
             }
         });
-        let sliced = hardware.has_fabric() && spec.world_size > 1;
         let (retained, until) = retained(spec, frozen, sliced);
         Ok(Plan { gpus: spec.world_size, memory, stages, retained, until })
     }
@@ -254,29 +257,4 @@ fn retained(spec: &JobSpec, frozen: f64, sliced: bool) -> (u64, &'static str) {
     let durable_later = spec.properties().durable_later;
     let steps = 1 + u64::from(spec.max_delay) + u64::from(durable_later);
     (steps * step, if durable_later { "durable, at most" } else { "decided, at most" })
-}
-
-fn run(
-    units: Vec<Unit>,
-    spec: &JobSpec,
-    (servers, has_fabric): (u32, bool),
-    (stage, room, activations): (Stage, f64, u64),
-    drives: DriveTraffic,
-) -> Run {
-    let sliced = has_fabric && spec.world_size > 1;
-    Run {
-        units,
-        gpus: spec.world_size.into(),
-        servers: servers.into(),
-        shard: spec.shard_elements as f64,
-        stage,
-        room,
-        activations: activations as f64,
-        delayed: spec.max_delay > 0,
-        sliced,
-        micro_steps: spec.micro_steps,
-        width: spec.gradient_dtype.bytes() as f64,
-        update_bytes: update_bytes(spec, sliced),
-        drives,
-    }
 }
