@@ -9,7 +9,7 @@ use std::{
 use clap::{CommandFactory, Parser};
 
 use super::{
-    ByteSize, ConfigError, Spill, StorageIo,
+    ByteSize, ConfigError, Spill,
     retired::{self, SETTINGS, check_variables, nearest},
 };
 use crate::log::LogFormat;
@@ -59,9 +59,6 @@ pub struct Flags {
     /// Memory in which an nvme job keeps a part of its state, as in 64GiB [default: 0]
     #[arg(long, env = "LONGSHORED_RESIDENT", value_name = "SIZE")]
     pub resident: Option<ByteSize>,
-    /// How an nvme job is read and written: auto takes io_uring where it works [default: auto]
-    #[arg(long, env = "LONGSHORED_STORAGE_IO", value_enum)]
-    pub storage_io: Option<StorageIo>,
     /// Shards of an nvme job that are read, updated or written at once [default: 6]
     #[arg(long, env = "LONGSHORED_STORAGE_BUFFERS", value_name = "N")]
     pub storage_buffers: Option<usize>,

@@ -11,7 +11,7 @@ pub use flags::Flags;
 pub use longshore_engine::tier::Spill;
 pub use retired::{check_variables, nearest};
 pub use size::{ByteSize, SizeError, available_memory, total_memory};
-pub use storage::{StorageConfig, StorageIo};
+pub use storage::StorageConfig;
 
 use crate::log::LogFormat;
 
@@ -180,7 +180,6 @@ impl StorageConfig {
         StorageConfig {
             state_dirs: state_dirs.clone(),
             resident: flags.resident.or(file.resident).map_or(defaults.resident, |size| size.0),
-            io: flags.storage_io.or(file.storage_io).unwrap_or_default(),
             buffers: flags.storage_buffers.or(file.storage_buffers).unwrap_or(defaults.buffers),
             spill: flags.spill.or(file.spill).unwrap_or_default(),
             drive_endurance: flags.drive_endurance.or(file.drive_endurance).map_or(0, |size| size.0),

@@ -11,10 +11,11 @@ use super::ConfigError;
 pub type Retired = (&'static str, &'static str);
 
 /// Retired settings of `longshored`.
-pub(crate) const SETTINGS: [Retired; 3] = [
+pub(crate) const SETTINGS: [Retired; 4] = [
     ("durability", DURABILITY),
     ("idle-limit", IDLE_LIMIT),
     ("otlp", "scrape the metrics of --http, or write one process's stages with `longshore train --trace`"),
+    ("storage-io", "leave it out: io_uring is taken where the kernel allows it, and threads elsewhere"),
 ];
 
 /// `longshore plan` prints this text, too.

@@ -2,10 +2,7 @@
 
 use std::path::PathBuf;
 
-use longshore_engine::{
-    io::Engine,
-    tier::{self, Spill},
-};
+use longshore_engine::tier::{self, Spill};
 
 use super::ConfigError;
 
@@ -16,7 +13,6 @@ pub struct StorageConfig {
     pub state_dirs: Vec<PathBuf>,
     /// DRAM for the resident shards of an `nvme` job.
     pub resident: u64,
-    pub io: StorageIo,
     /// Shards of an `nvme` job that are read, updated or written at once.
     pub buffers: usize,
     pub spill: Spill,
@@ -26,22 +22,11 @@ pub struct StorageConfig {
     pub shm_dir: Option<PathBuf>,
 }
 
-/// System calls for reads and writes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum StorageIo {
-    #[default]
-    Auto,
-    IoUring,
-    Threads,
-}
-
 impl Default for StorageConfig {
     fn default() -> StorageConfig {
         StorageConfig {
             state_dirs: Vec::new(),
             resident: 0,
-            io: StorageIo::default(),
             buffers: tier::DEFAULT_BUFFERS,
             spill: Spill::default(),
             drive_endurance: 0,
@@ -65,11 +50,6 @@ impl StorageConfig {
             dirs: self.state_dirs.clone(),
             shm_dir,
             share_images,
-            engine: match self.io {
-                StorageIo::Auto => Engine::Auto,
-                StorageIo::IoUring => Engine::Uring,
-                StorageIo::Threads => Engine::Threads,
-            },
             resident_bytes: self.resident,
             buffers: self.buffers,
             spill: self.spill,
