@@ -43,15 +43,26 @@ Exit codes:
   2  wrong arguments, variables or config file: nothing was tried
   130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
 
+const HYPER: &str = "leave it out: the trainer has betas of 0.9 and 0.95 and an eps of 1e-8; PyTorch's optimizers take others";
+const SCALER: &str =
+    "leave it out: a dynamic scale begins at 65536, and doubles after 1000 steps without overflow";
 const SAMPLE: &str = "write the weights with --export, and generate text with a library that reads them";
 
 /// Flags of earlier releases, each with its replacement. Rows stay for one release.
-pub const RETIRED: [Retired; 17] = [
+pub const RETIRED: [Retired; 25] = [
+    ("beta1", HYPER),
+    ("beta2", HYPER),
     ("compute-of-transfer", "give the compute of a step with --compute-ms"),
     ("correction", "leave it out of `plan`: a server takes the same memory with and without it"),
     ("device-budget", "measure a model cut into units with longshore.shard in PyTorch"),
     ("durability", DURABILITY),
     ("during-update", "measure transfers and updates together with `longshore bench step`"),
+    ("eps", HYPER),
+    ("loss-scale-hysteresis", SCALER),
+    ("loss-scale-initial", SCALER),
+    ("loss-scale-min", SCALER),
+    ("loss-scale-window", SCALER),
+    ("pause-deadline-s", "leave it out: a paused job waits an hour for `longshore resume`"),
     ("newer-from", "leave it out: all micro-steps of a delayed step compute with the same weights"),
     (
         "format",

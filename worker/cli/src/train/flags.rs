@@ -80,12 +80,6 @@ pub struct Flags {
     pub(crate) lr_floor: f64,
     #[arg(long, default_value_t = 0.1, help_heading = "Training")]
     pub(crate) weight_decay: f64,
-    #[arg(long, default_value_t = 0.9, help_heading = "Training")]
-    pub(crate) beta1: f64,
-    #[arg(long, default_value_t = 0.95, help_heading = "Training")]
-    pub(crate) beta2: f64,
-    #[arg(long, default_value_t = 1e-8, help_heading = "Training")]
-    pub(crate) eps: f64,
     /// SGD's momentum
     #[arg(long, default_value_t = 0.9, help_heading = "Training")]
     pub(crate) momentum: f64,
@@ -114,18 +108,6 @@ pub struct Flags {
     /// dynamic, or a number [default: dynamic for f16, else 1]
     #[arg(long, help_heading = "Offloading")]
     pub(crate) loss_scale: Option<String>,
-    /// First dynamic loss scale
-    #[arg(long, default_value_t = 65536.0, help_heading = "Offloading")]
-    pub(crate) loss_scale_initial: f64,
-    /// Steps without overflow before the loss scale doubles
-    #[arg(long, default_value_t = 1000, help_heading = "Offloading")]
-    pub(crate) loss_scale_window: u64,
-    /// Overflows before the loss scale halves
-    #[arg(long, default_value_t = 2, help_heading = "Offloading")]
-    pub(crate) loss_scale_hysteresis: u32,
-    /// Smallest loss scale; an overflow there pauses the job
-    #[arg(long, default_value_t = 1.0, help_heading = "Offloading")]
-    pub(crate) loss_scale_min: f64,
     /// Elements of a shard, a multiple of 65536 [default: the model in 16 shards, at most 4 Mi elements each]
     #[arg(long, help_heading = "Offloading")]
     pub(crate) shard_elements: Option<u64>,
@@ -163,9 +145,6 @@ pub struct Flags {
     /// Longest wait, in seconds, for a server or another rank
     #[arg(long, default_value_t = 60, help_heading = "Ranks")]
     pub(crate) deadline_s: u64,
-    /// Longest wait, in seconds, for an operator while the job is paused
-    #[arg(long, default_value_t = 3600, help_heading = "Ranks")]
-    pub(crate) pause_deadline_s: u64,
 
     /// Write a checkpoint every so many steps, and at the end; 0 writes none
     #[arg(long, default_value_t = 0, help_heading = "Checkpoints")]
@@ -222,6 +201,8 @@ pub(crate) enum Accumulator {
     Worker,
 }
 
+/// Adam's second beta, as is usual for GPTs.
+const BETA2: f64 = 0.95;
 /// The variable of --tls-dir. A user who sets it for all commands may train on an embedded server too.
 const TLS_DIR: &str = "LONGSHORE_TLS_DIR";
 
@@ -233,9 +214,7 @@ impl Flags {
     pub(super) fn hyper(&self) -> Hyper {
         Hyper {
             lr: self.lr,
-            beta1: self.beta1,
-            beta2: self.beta2,
-            eps: self.eps,
+            beta2: BETA2,
             weight_decay: self.weight_decay,
             momentum: self.momentum,
             ..Hyper::default()
@@ -291,13 +270,7 @@ impl Flags {
         };
         match fixed {
             Some(scale) => LossScaler::fixed(scale),
-            None => LossScaler::dynamic(LossScalerOptions {
-                initial: self.loss_scale_initial,
-                window: self.loss_scale_window,
-                hysteresis: self.loss_scale_hysteresis,
-                min: self.loss_scale_min,
-                ..LossScalerOptions::default()
-            }),
+            None => LossScaler::dynamic(LossScalerOptions::default()),
         }
     }
 

@@ -110,7 +110,6 @@ impl<'a> Run<'a> {
                 settings.flags.transport
             },
             deadline: Duration::from_secs(settings.flags.deadline_s),
-            pause_deadline: Duration::from_secs(settings.flags.pause_deadline_s),
             host_budget: host.clone(),
             process: self.process.clone(),
             ..Options::new(servers.to_vec(), settings.spec(&self.model), Rank(self.rank))

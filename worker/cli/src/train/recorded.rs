@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::{Flags, Settings};
 
 /// The JSON pointer of each setting in the record, and its flag.
-const FLAGS: [(&str, &str); 20] = [
+const FLAGS: [(&str, &str); 17] = [
     ("/data", "--data"),
     ("/seed", "--seed"),
     ("/heads", "--heads"),
@@ -15,9 +15,6 @@ const FLAGS: [(&str, &str); 20] = [
     ("/lr_warmup_steps", "--lr-warmup-steps"),
     ("/lr_floor", "--lr-floor"),
     ("/weight_decay", "--weight-decay"),
-    ("/beta1", "--beta1"),
-    ("/beta2", "--beta2"),
-    ("/eps", "--eps"),
     ("/momentum", "--momentum"),
     ("/clip", "--clip"),
     ("/micro_steps", "--micro-steps"),
@@ -37,14 +34,13 @@ pub(super) fn state(settings: &Settings, text: &str) -> Vec<u8> {
 
 fn of(settings: &Settings, text: &str) -> Value {
     let Flags { seed, batch, micro_steps, steps, lr, weight_decay, .. } = settings.flags;
-    let Flags { beta1, beta2, eps, momentum, lr_warmup_steps, lr_floor, clip, .. } = settings.flags;
+    let Flags { momentum, lr_warmup_steps, lr_floor, clip, .. } = settings.flags;
     // Numbers with fractions are text, which is read back to the bit.
     let mut state = json!({
         "data": text, "seed": seed, "heads": settings.model.heads, "batch": batch, "micro_steps": micro_steps,
         "accumulate_on_worker": settings.accumulates_on_worker(), "steps": steps, "lr": lr.to_string(),
         "lr_warmup_steps": lr_warmup_steps, "lr_floor": lr_floor.to_string(), "weight_decay": weight_decay.to_string(),
-        "beta1": beta1.to_string(), "beta2": beta2.to_string(), "eps": eps.to_string(), "momentum": momentum.to_string(),
-        "clip": clip.to_string(),
+        "momentum": momentum.to_string(), "clip": clip.to_string(),
     });
     if settings.flags.delay > 0 {
         let Flags { delay, warmup_steps, correction, eval_every, .. } = settings.flags;
