@@ -97,7 +97,7 @@ impl Device for Late {
     fn allocate(&self, field: &str, bytes: u64) -> Result<Buffer> {
         let lease = self.budget.reserve(field, bytes)?;
         let memory = vec![UNDEFINED; bytes as usize];
-        Ok(Buffer::new(LateMemory { bytes: Arc::new(Mutex::new(memory)), _lease: lease }, bytes, None))
+        Ok(Buffer::new(LateMemory { bytes: Arc::new(Mutex::new(memory)), _lease: lease }, bytes))
     }
 
     fn allocate_host(&self, bytes: u64) -> Result<HostBuffer> {

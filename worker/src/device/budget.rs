@@ -82,12 +82,6 @@ pub struct Lease {
     bytes: u64,
 }
 
-impl Lease {
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-}
-
 impl Drop for Lease {
     fn drop(&mut self) {
         self.budget.0.used.fetch_sub(self.bytes, Relaxed);

@@ -9,23 +9,16 @@ use crate::error::{DeviceError, Result};
 pub struct Buffer {
     memory: Arc<dyn Any + Send + Sync>,
     bytes: u64,
-    address: Option<u64>,
 }
 
 impl Buffer {
-    /// Wraps memory that a device allocated. Dropping `memory` frees it and its lease of the device's budget. A
-    /// framework finds the memory at `address`; None if the address is of no use to frameworks.
-    pub fn new<M: Any + Send + Sync>(memory: M, bytes: u64, address: Option<u64>) -> Buffer {
-        Buffer { memory: Arc::new(memory), bytes, address }
+    /// Wraps memory that a device allocated. Dropping `memory` frees it and its lease of the device's budget.
+    pub fn new<M: Any + Send + Sync>(memory: M, bytes: u64) -> Buffer {
+        Buffer { memory: Arc::new(memory), bytes }
     }
 
     pub fn bytes(&self) -> u64 {
         self.bytes
-    }
-
-    /// Device address for a framework; None on the host.
-    pub fn address(&self) -> Option<u64> {
-        self.address
     }
 
     /// Returns the memory with its concrete type, for a copy of `bytes` from `offset` by the device `name`.
@@ -46,7 +39,7 @@ impl Buffer {
 
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buffer {{ bytes: {}, address: {:?} }}", self.bytes, self.address)
+        write!(f, "Buffer {{ bytes: {} }}", self.bytes)
     }
 }
 

@@ -189,11 +189,7 @@ impl Device for CudaDevice {
                 "another process may hold memory (`nvidia-smi`): lower the budget",
             )
         })?;
-        Ok(Buffer::new(
-            DeviceMemory { context: self.context.clone(), address, _lease: lease },
-            bytes,
-            Some(address),
-        ))
+        Ok(Buffer::new(DeviceMemory { context: self.context.clone(), address, _lease: lease }, bytes))
     }
 
     fn allocate_host(&self, bytes: u64) -> Result<HostBuffer> {

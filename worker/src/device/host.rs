@@ -35,7 +35,7 @@ impl Device for HostDevice {
     fn allocate(&self, field: &str, bytes: u64) -> Result<Buffer> {
         let lease = self.budget.reserve(field, bytes)?;
         let memory = HostBytes { bytes: Mutex::new(zeroed(bytes)?), _lease: lease };
-        Ok(Buffer::new(memory, bytes, None))
+        Ok(Buffer::new(memory, bytes))
     }
 
     fn allocate_host(&self, bytes: u64) -> Result<HostBuffer> {
