@@ -222,13 +222,20 @@ impl Cluster {
         lock(&self.unsaid).insert(number);
         let (leader, begun) = (self.newest(0), sim.now());
         let has_led = |of: &Process| of.began + Duration::from_secs(5) < begun;
-        // No rank ends. But a new rank 0 counts anew for how long the server is silent.
-        if lock(&self.ranks)[0].last().is_some_and(has_led) {
+        // No rank ends. But a new rank 0 counts anew for how long the server is silent, and one that has not decided an earlier
+        // loss everywhere still counts that server.
+        if lock(&self.ranks)[0].last().is_some_and(has_led) && lock(&self.lost).len() == 1 {
             *lock(&self.may_end) = Duration::ZERO;
         }
-        sim.kill(server.process);
-        let comes_back = sim.one_in(2);
-        if comes_back {
+        let is_stopped = sim.one_in(3);
+        let comes_back = is_stopped || sim.one_in(2);
+        if is_stopped {
+            sim.stop(server.process, true);
+            self.wakes(server.process);
+        } else {
+            sim.kill(server.process);
+        }
+        if comes_back && !is_stopped {
             let time = sim.part_of(Duration::from_secs(10));
             sim.sleep(time).await;
             *lock(&self.disks[number]) = Disk::default();
@@ -237,7 +244,12 @@ impl Cluster {
         }
         let address = &self.addresses[number];
         let lost = Wanted { lost: vec![address.clone()], ..Wanted::default() };
-        let has_job = || comes_back && lock(&self.servers)[number].placement().is_some();
+        // A server that wakes up has an earlier placement until rank 0 ends the job there.
+        let has_job = || {
+            let there = lock(&self.servers)[number].clone();
+            let there = there.placement().filter(|_| !sim.is_silent(there.process));
+            comes_back && there.is_some_and(|(_, placement)| Some(placement.epoch) == self.epoch())
+        };
         while self.members().contains(address) && !has_job() {
             sim.sleep(Duration::from_millis(200)).await;
             self.launch_again();
@@ -247,6 +259,9 @@ impl Cluster {
             if self.leaves_nothing(&lost, &self.living().collect::<Vec<_>>()) {
                 return;
             }
+        }
+        if is_stopped {
+            lock(&self.lost).remove(&number);
         }
         lock(&self.unsaid).remove(&number);
         *lock(&self.may_end) = sim.now() + HEARD;

@@ -9,6 +9,7 @@ use std::{
 
 use longshore_tests::{
     command::{Output, longshore},
+    conformance::cluster::eventually,
     http,
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
@@ -16,6 +17,7 @@ use longshore_tests::{
     status::job_status,
     train::{Run, Running, Train},
 };
+use serde_json::Value;
 use tempfile::TempDir;
 
 const STEPS: u64 = 150;
@@ -105,8 +107,8 @@ fn servers_of_a_delayed_job_are_lost_one_after_the_other() {
     }
 }
 
-/// No operator acts. Rank 0 gives up a server that was started again without its state, and the job comes back to it. Then
-/// another server dies for good with rank 0, whose next process gives it up.
+/// No operator acts. Rank 0 gives up a server that was started again without its state, or was silent, and the job comes back
+/// to it. Then another server dies for good with rank 0, whose next process gives it up.
 #[test]
 fn a_job_outlives_servers_that_no_operator_speaks_of() {
     let train = replicated(soak::pick(300, 2500), 2, &DELAYED).args(["--deadline-s", "15"]);
@@ -129,6 +131,23 @@ fn a_job_outlives_servers_that_no_operator_speaks_of() {
         }
         until_replicated(&addresses);
     }
+    // A server is silent, is given up, and answers again with all that it had.
+    let at = random.below(3) as usize;
+    let (silent, other) = (&servers[at], &servers[(at + 1) % 3]);
+    silent.process.stop();
+    let is_lost =
+        |of: &Value| of["fields"]["lost"].as_str().is_some_and(|lost| lost.contains(silent.address()));
+    let count = other.log().iter().filter(|of| is_lost(of)).count();
+    let given_up = || (other.log().iter().filter(|of| is_lost(of)).count() > count).then_some(());
+    eventually("a word of its loss", given_up);
+    silent.process.go_on();
+    let has_ended =
+        || silent.log().iter().any(|of| of["fields"]["message"] == "this server has left the job");
+    eventually("the end of the job there", || has_ended().then_some(()));
+    while job_status(&addresses).servers.len() < 3 {
+        running[0].until_steps(1);
+    }
+    until_replicated(&addresses);
     drop(servers.remove(random.below(3) as usize));
     drop(running.remove(0).kill());
     let train = train.servers(&addresses).args(["--replicas", "2"]);

@@ -261,8 +261,12 @@ impl Jobs {
     }
 
     /// Gives up a job that this server has left.
-    pub(crate) async fn retire(self: Arc<Self>, handle: Arc<JobHandle>) -> Result<(), Fault> {
-        let (name, placement) = (handle.job.spec().name.clone(), handle.job.placement());
+    pub(crate) async fn retire(
+        self: Arc<Self>,
+        handle: Arc<JobHandle>,
+        placement: &Placement,
+    ) -> Result<(), Fault> {
+        let name = handle.job.spec().name.clone();
         drop(handle);
         let servers = placement.addresses().collect::<Vec<_>>().join(",");
         Arc::clone(&self).delete(name.as_str(), false).await?;

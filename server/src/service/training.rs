@@ -364,14 +364,16 @@ impl Services {
             drop(handle);
             return Arc::clone(&self.jobs).delete(&request.job, false).await;
         }
-        handle.job.protocol.check_rank(Rank(0), incarnation)?;
-        let (server, placement) = (handle.job.server(), handle.job.placement());
+        handle.job.protocol.fence(Rank(0), incarnation)?;
+        let (server, ours) = (handle.job.server(), handle.job.placement());
+        let newest = request.placement.clone().map(|of| Placement::from_wire(Some(of))).transpose()?;
+        let placement = newest.filter(|newest| newest.epoch > ours.epoch).unwrap_or(ours);
         if placement.members().any(|member| member == server) {
             let remedy = "move its shards first: `longshore scale`";
             let limit = "one that has left the job";
             return Err(Fault::new(FaultKind::Precondition, "server", server, limit, remedy));
         }
-        Arc::clone(&self.jobs).retire(handle).await
+        Arc::clone(&self.jobs).retire(handle, &placement).await
     }
 
     async fn await_durability(&self, request: &v1::AwaitDurableRequest) -> Result<(), Fault> {
@@ -394,8 +396,8 @@ impl Services {
 async fn retire_late(jobs: Arc<Jobs>, handle: Weak<JobHandle>) {
     tokio::time::sleep(RETIRING).await;
     let Some(handle) = handle.upgrade().filter(|handle| !handle.is_closed()) else { return };
-    let name = handle.job.spec().name.clone();
-    if let Err(fault) = jobs.retire(handle).await {
+    let (name, placement) = (handle.job.spec().name.clone(), handle.job.placement());
+    if let Err(fault) = jobs.retire(handle, &placement).await {
         tracing::warn!(job = %name, %fault, "a job that this server has left stays behind");
     }
 }

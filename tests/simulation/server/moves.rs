@@ -194,8 +194,11 @@ impl Server {
             if *instance.machine.phase() == Phase::Loading {
                 return Ok(());
             }
-            instance.machine.check_rank(Rank(0), incarnation)?;
-            match instance.machine.placement().members().any(|member| member == server) {
+            instance.machine.fence(Rank(0), incarnation)?;
+            let (ours, theirs) =
+                (instance.machine.placement(), Placement::from_wire(request.placement.clone())?);
+            let placement = if theirs.epoch > ours.epoch { &theirs } else { ours };
+            match placement.members().any(|member| member == server) {
                 true => Err(Fault::new(FaultKind::Precondition, "server", server, "left", "scale")),
                 false => Ok(()),
             }

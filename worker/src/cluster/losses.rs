@@ -6,15 +6,15 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
 };
 
-use futures_util::future::join_all;
-use longshore_proto::{Fault, Rank, ServerId};
+use futures_util::future::{join, join_all};
+use longshore_proto::{Fault, Incarnation, Rank, ServerId};
 use longshore_wire::{
-    fault_from_status,
-    v1::{DescribeResponse, Phase, ScaleRequest},
+    Wire, fault_from_status,
+    v1::{DescribeResponse, Phase, RetireRequest, ScaleRequest},
 };
 use tonic::Status;
 
@@ -117,18 +117,51 @@ impl Cluster {
     }
 }
 
+impl Cluster {
+    /// Ends the job on a server that has left it, or was given up. Returns false if that server has not answered.
+    pub(crate) async fn retire(&self, server: ServerId, incarnation: Incarnation, time: Duration) -> bool {
+        let placement = Some(self.placement().to_wire());
+        let request = RetireRequest { job: self.job().to_string(), incarnation: incarnation.0, placement };
+        let retired = self.call(server, "Retire", None, time, |peer| {
+            let request = request.clone();
+            async move { peer.training().retire(request).await }
+        });
+        let retired = retired.await;
+        if let Err(error) = &retired {
+            tracing::info!(server = self.address(server), %error, "the job was not ended there");
+        }
+        retired.is_ok()
+    }
+
+    /// Ends the job on a lost server that runs again. Returns true once that holds nothing of it.
+    async fn end_lost(&self, server: ServerId) -> bool {
+        match self.glance(server).await {
+            // The server was silent while the job went on without it.
+            Ok(answer) if answer.server == server.0 => {
+                self.retire(server, Incarnation(self.incarnation.load(Relaxed)), GLANCE).await
+            }
+            // The job has it again, by another number.
+            Ok(_) => true,
+            Err(error) => matches!(error, Error::StateLost(_)),
+        }
+    }
+}
+
 /// Looks at all servers until the session ends.
 pub(crate) struct Losses {
     cluster: Arc<Cluster>,
     silent: BTreeMap<ServerId, Instant>,
     looked: Instant,
-    /// Servers that this process has given up, and that have not come back yet.
+    /// Servers that this process has given up. The job takes them back.
     gone: BTreeSet<ServerId>,
+    /// Lost servers that run again and hold nothing of the job.
+    ended: BTreeSet<ServerId>,
 }
 
 impl Losses {
     pub(crate) fn new(cluster: Arc<Cluster>) -> Losses {
-        Losses { cluster, silent: BTreeMap::new(), looked: Instant::now(), gone: BTreeSet::new() }
+        let (silent, gone, ended) = Default::default();
+        Losses { cluster, silent, looked: Instant::now(), gone, ended }
     }
 
     pub(crate) async fn watch(mut self) {
@@ -141,10 +174,23 @@ impl Losses {
 
     /// Hears the words of all servers. On rank 0, gives up those that are lost.
     pub(crate) async fn look(&mut self) {
-        let Losses { cluster, silent, looked, gone } = self;
-        let answers = cluster.hear_of_losses().await;
+        let Losses { cluster, silent, looked, gone, ended } = self;
+        let mut removed = cluster.lost();
+        removed.retain(|server| {
+            let is_member = cluster.placement().members().any(|member| member == *server);
+            cluster.options.rank == Rank(0) && !is_member && !ended.contains(server)
+        });
+        // Waits for lost servers delay no look at the others.
+        let end_lost = removed.iter().map(|&server| cluster.end_lost(server));
+        let (answers, have_ended) = join(cluster.hear_of_losses(), join_all(end_lost)).await;
         if cluster.options.rank != Rank(0) {
             return;
+        }
+        for (server, _) in removed.into_iter().zip(have_ended).filter(|(_, has_ended)| *has_ended) {
+            ended.insert(server);
+            if gone.contains(&server) {
+                cluster.came_back();
+            }
         }
         let now = Instant::now();
         if now.duration_since(*looked) > 2 * (LOOK + GLANCE) {
@@ -170,13 +216,6 @@ impl Losses {
         let lost = cluster.say_lost(&answers, placement.members().count(), &peers).await;
         gone.extend(placement.members().filter(|server| lost.contains(&address(*server))));
         cluster.give_up(&lost);
-        let is_removed = |server: &&ServerId| placement.members().all(|member| member != **server);
-        for server in gone.iter().copied().filter(|server| is_removed(&server)).collect::<Vec<_>>() {
-            if matches!(cluster.glance(server).await, Err(Error::StateLost(_))) {
-                gone.remove(&server);
-                cluster.came_back();
-            }
-        }
     }
 }
 

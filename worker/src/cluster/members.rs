@@ -202,6 +202,12 @@ impl Cluster {
             .read(|state| state.placement.members().filter(|server| state.lost.contains(server)).collect())
     }
 
+    /// The servers that were given up since this session met them.
+    pub(crate) fn lost(&self) -> Vec<ServerId> {
+        let lost = self.members.read(|state| state.lost.clone());
+        lost.into_iter().filter(|&server| self.peers.get(server).is_some()).collect()
+    }
+
     /// Takes a change of the placement that was decided with `step`. Removed servers are no servers of the job any more.
     pub(crate) fn change_placement(&self, change: &PlacementChange, step: Step) {
         let max_delay = self.spec().max_delay;

@@ -20,7 +20,7 @@ use longshore_proto::{
     Version, limits::DEFAULT_MAX_EXPOSED,
 };
 
-use super::moves::{Added, Plan, awaits_nothing, begin_all, leaving, prepare, retire};
+use super::moves::{Added, Plan, awaits_nothing, begin_all, leaving, prepare};
 use crate::{
     cluster::Cluster,
     error::Result,
@@ -73,7 +73,10 @@ pub fn move_idle(
         if !removed.is_empty() {
             idle.change(change).await?;
         }
-        join_all(removed.into_iter().map(|server| retire(cluster, server, incarnation))).await;
+        join_all(
+            removed.into_iter().map(|server| cluster.retire(server, incarnation, cluster.options.deadline)),
+        )
+        .await;
         Ok(())
     })
 }

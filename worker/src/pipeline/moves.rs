@@ -15,8 +15,8 @@ use std::{
 
 use futures_util::future::{join_all, try_join_all};
 use longshore_proto::{
-    Epoch, Fault, FaultKind, Incarnation, JobSpec, NO_SERVER, Placement, PlacementChange, ServerId, ShardId,
-    Step, TierKind, Version,
+    Epoch, Fault, FaultKind, JobSpec, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step,
+    TierKind, Version,
     limits::{DEFAULT_MAX_EXPOSED, PROTOCOL},
 };
 use longshore_wire::{
@@ -399,9 +399,9 @@ impl Moves {
         while self.retiring.front().is_some_and(|(removed, _)| removed.0 + KNOWN_AFTER <= step.0) {
             let Some((_, server)) = self.retiring.pop_front() else { return };
             let (cluster, incarnation) = (Arc::clone(&self.cluster), self.rank.incarnation());
-            self.cluster
-                .runtime
-                .spawn_for_session(async move { retire(&cluster, server, incarnation).await });
+            self.cluster.runtime.spawn_for_session(async move {
+                _ = cluster.retire(server, incarnation, cluster.options.deadline).await;
+            });
         }
     }
 }
@@ -417,18 +417,6 @@ pub(super) async fn leaving(cluster: &Cluster, wanted: &[String]) -> Result<Plac
         _ => 0,
     };
     Ok(PlacementChange { removed, clock_ahead_ms, ..PlacementChange::default() })
-}
-
-/// Ends the job on a server that has left it.
-pub(super) async fn retire(cluster: &Cluster, server: ServerId, incarnation: Incarnation) {
-    let request = RetireRequest { job: cluster.job().to_string(), incarnation: incarnation.0 };
-    let retired = cluster.call(server, "Retire", None, cluster.options.deadline, |peer| {
-        let request = request.clone();
-        async move { peer.training().retire(request).await }
-    });
-    if let Err(error) = retired.await {
-        tracing::info!(server = cluster.address(server), %error, "gives the job up by itself, in ten minutes");
-    }
 }
 
 /// Returns true if every rank's process is connected with the server.
@@ -555,7 +543,7 @@ pub(super) async fn prepare(
 
 /// Ends the job on a server that was opened for it and takes no part.
 async fn give_up(cluster: &Cluster, Added { peer, .. }: &Added, incarnation: u64) {
-    let request = RetireRequest { job: cluster.job().to_string(), incarnation };
+    let request = RetireRequest { job: cluster.job().to_string(), incarnation, placement: None };
     let retired = async { peer.training().retire(request).await };
     if let Err(error) = ask(cluster, peer, "Retire", cluster.options.deadline, retired).await {
         tracing::info!(server = peer.address, %error, "gives the job up by itself, in ten minutes");

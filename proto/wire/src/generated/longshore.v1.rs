@@ -1394,13 +1394,16 @@ pub struct RankMember {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BeginResponse {}
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RetireRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
     /// rank 0's
     #[prost(uint64, tag = "2")]
     pub incarnation: u64,
+    /// the job's: a server that was given up while it was silent knows an earlier one. Absent: the server's
+    #[prost(message, optional, tag = "3")]
+    pub placement: ::core::option::Option<Placement>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RetireResponse {}
@@ -1998,8 +2001,8 @@ pub mod training_client {
                 .insert(GrpcMethod::new("longshore.v1.Training", "Begin"));
             self.inner.unary(req, path, codec).await
         }
-        /// Ends a job on a server that has left it (PlacementChange.removed). Rank 0 calls it once every rank knows; a server that hears
-        /// nothing gives the job up after ten minutes.
+        /// Ends a job on a server that has left it (PlacementChange.removed), or was given up and runs again (PlacementChange.lost). Rank
+        /// 0 calls it once every rank knows; a server that hears of its removal and nothing else gives the job up after ten minutes.
         pub async fn retire(
             &mut self,
             request: impl tonic::IntoRequest<super::RetireRequest>,
@@ -2123,8 +2126,8 @@ pub mod training_server {
             &self,
             request: tonic::Request<super::BeginRequest>,
         ) -> std::result::Result<tonic::Response<super::BeginResponse>, tonic::Status>;
-        /// Ends a job on a server that has left it (PlacementChange.removed). Rank 0 calls it once every rank knows; a server that hears
-        /// nothing gives the job up after ten minutes.
+        /// Ends a job on a server that has left it (PlacementChange.removed), or was given up and runs again (PlacementChange.lost). Rank
+        /// 0 calls it once every rank knows; a server that hears of its removal and nothing else gives the job up after ten minutes.
         async fn retire(
             &self,
             request: tonic::Request<super::RetireRequest>,
