@@ -500,8 +500,10 @@ impl Server {
                 awaited_shards: instance.machine.lacking() as u32,
                 ..Default::default()
             };
+            let tier = self.tier().number();
             Ok(v1::DescribeResponse {
                 server: lock(&self.disk).server.0,
+                tier,
                 placement: Some(placement.to_wire()),
                 scaling: is_changed.then_some(scaling),
                 progress: Some(progress(&instance.machine)),

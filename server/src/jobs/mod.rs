@@ -352,8 +352,8 @@ impl Jobs {
         let (placement, spec) = (handle.job.placement(), handle.job.spec());
         spec.same_as(&as_kept(wanted.spec.clone(), spec, placement.epoch.max(wanted.placement.epoch)))?;
         let wants = wanted.placement.held(wanted.server);
-        let has_moved = handle.job.server() != wanted.server || spec.tier != wanted.spec.tier;
-        let is_other = has_moved || handle.job.opened() != wants;
+        let is_other = (handle.job.server(), spec.tier) != (wanted.server, wanted.spec.tier)
+            || handle.job.opened() != wants;
         if is_new && handle.job.is_spare() && is_other {
             self.delete_open(&handle)?;
             return self.start(wanted, &self.storage).map(|handle| (true, handle));

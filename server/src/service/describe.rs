@@ -224,6 +224,7 @@ impl Services {
             spec: (!brief).then(|| without_params(job.spec()).to_wire()),
             placement: (!brief).then(|| without_owners(job.placement()).to_wire()),
             server: job.server().0,
+            tier: job.spec().tier.number(),
             progress: Some(v1::JobProgress {
                 missing_shards: Vec::new(),
                 ..convert::progress(job.progress())

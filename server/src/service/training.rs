@@ -364,14 +364,25 @@ impl Services {
             drop(handle);
             return Arc::clone(&self.jobs).delete(&request.job, false).await;
         }
-        handle.job.protocol.fence(Rank(0), incarnation)?;
         let (server, ours) = (handle.job.server(), handle.job.placement());
         let newest = request.placement.clone().map(|of| Placement::from_wire(Some(of))).transpose()?;
-        let placement = newest.filter(|newest| newest.epoch > ours.epoch).unwrap_or(ours);
+        // Only a server that a decision has given up knows less than rank 0, whose process may be a new one.
+        let gives_up = |newest: &Placement| {
+            let is_out = newest.servers.get(server.0 as usize).is_some_and(String::is_empty);
+            handle.job.spec().replicas > 1 && newest.epoch > ours.epoch && is_out
+        };
+        let newest = newest.filter(gives_up);
+        let is_lost = newest.is_some();
+        let placement = newest.unwrap_or(ours);
         if placement.members().any(|member| member == server) {
             let remedy = "move its shards first: `longshore scale`";
             let limit = "one that has left the job";
             return Err(Fault::new(FaultKind::Precondition, "server", server, limit, remedy));
+        }
+        let has_led = handle.job.protocol.ranks().first().is_some_and(|rank| rank.incarnation.is_some());
+        match is_lost && has_led {
+            true => handle.job.protocol.fence(Rank(0), incarnation)?,
+            false => handle.job.protocol.check_rank(Rank(0), incarnation)?,
         }
         Arc::clone(&self.jobs).retire(handle, &placement).await
     }

@@ -194,14 +194,19 @@ impl Server {
             if *instance.machine.phase() == Phase::Loading {
                 return Ok(());
             }
-            instance.machine.fence(Rank(0), incarnation)?;
-            let (ours, theirs) =
-                (instance.machine.placement(), Placement::from_wire(request.placement.clone())?);
-            let placement = if theirs.epoch > ours.epoch { &theirs } else { ours };
-            match placement.members().any(|member| member == server) {
-                true => Err(Fault::new(FaultKind::Precondition, "server", server, "left", "scale")),
-                false => Ok(()),
+            let ours = instance.machine.placement().clone();
+            let newest = request.placement.clone().map(|of| Placement::from_wire(Some(of))).transpose()?;
+            let is_out = |of: &Placement| of.servers.get(server.0 as usize).is_some_and(String::is_empty);
+            let newest = newest.filter(|newest| newest.epoch > ours.epoch && is_out(newest));
+            let is_lost = newest.is_some();
+            if newest.unwrap_or(ours).members().any(|member| member == server) {
+                return Err(Fault::new(FaultKind::Precondition, "server", server, "left", "scale"));
             }
+            match is_lost {
+                true => _ = instance.machine.fence(Rank(0), incarnation)?,
+                false => instance.machine.check_rank(Rank(0), incarnation)?,
+            }
+            Ok(())
         })?;
         lock(&self.disk).saved.clear();
         *self.instance() = None;

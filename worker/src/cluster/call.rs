@@ -53,7 +53,7 @@ impl Cluster {
         self.call_for(server, call, step, (deadline, recovery), request).await
     }
 
-    async fn call_for<T, F, Answer>(
+    pub(super) async fn call_for<T, F, Answer>(
         &self,
         server: ServerId,
         call: &'static str,
@@ -216,7 +216,7 @@ impl Cluster {
     ) -> Result<DescribeResponse> {
         let request =
             DescribeRequest { job: self.job().to_string(), state_hash, brief: true, ..Default::default() };
-        self.call_for(server, "Describe", None, patience, |peer| {
+        let answer = self.call_for(server, "Describe", None, patience, |peer| {
             let request = request.clone();
             async move {
                 // The hashes of a large job exceed one message.
@@ -226,8 +226,8 @@ impl Cluster {
                     peer.admin().describe(request).await
                 }
             }
-        })
-        .await
+        });
+        answer.await.inspect(|answer| self.keeps(server, answer.tier))
     }
 
     pub(crate) async fn describe_all(

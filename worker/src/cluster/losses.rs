@@ -122,7 +122,7 @@ impl Cluster {
     pub(crate) async fn retire(&self, server: ServerId, incarnation: Incarnation, time: Duration) -> bool {
         let placement = Some(self.placement().to_wire());
         let request = RetireRequest { job: self.job().to_string(), incarnation: incarnation.0, placement };
-        let retired = self.call(server, "Retire", None, time, |peer| {
+        let retired = self.call_for(server, "Retire", None, (time, Duration::ZERO), |peer| {
             let request = request.clone();
             async move { peer.training().retire(request).await }
         });
@@ -180,7 +180,7 @@ impl Losses {
             let is_member = cluster.placement().members().any(|member| member == *server);
             cluster.options.rank == Rank(0) && !is_member && !ended.contains(server)
         });
-        // Waits for lost servers delay no look at the others.
+        // A lost server is asked beside the others, so that a look takes no longer than one wait.
         let end_lost = removed.iter().map(|&server| cluster.end_lost(server));
         let (answers, have_ended) = join(cluster.hear_of_losses(), join_all(end_lost)).await;
         if cluster.options.rank != Rank(0) {

@@ -44,7 +44,7 @@ struct State {
     is_back: bool,
     /// Servers that rank 0 reaches at another address than the job's servers do.
     moved: Vec<MemberAddress>,
-    /// The tier in which each server keeps the job, as it said when this rank joined.
+    /// The tier in which each server keeps the job, as its answers say.
     tiers: BTreeMap<ServerId, TierKind>,
 }
 
@@ -100,18 +100,27 @@ impl Cluster {
         self.members.read(|state| state.connected.clone()).into_iter()
     }
 
-    /// Notes the tier in which a server keeps the job, as its answer to a join says. A server of an earlier version says none.
+    /// Notes the tier in which a server keeps the job, as its answer says. A server of an earlier version says none.
     pub(crate) fn keeps(&self, server: ServerId, tier: i32) {
         let Some(tier) = TierKind::from_number(tier) else { return };
-        let known = self.members.change(|state| state.tiers.insert(server, tier));
-        if known.is_none() && tier != self.spec().tier {
-            tracing::info!(job = %self.job(), server = self.address(server), "keeps the job in tier {tier}");
+        if self.members.read(|state| state.tiers.get(&server) == Some(&tier)) {
+            return;
+        }
+        self.members.change(|state| state.tiers.insert(server, tier));
+        if tier != self.spec().tier {
+            let server = self.peers.get(server).map(|peer| &*peer.address);
+            tracing::info!(job = %self.job(), server, "keeps the job in tier {tier}");
         }
     }
 
-    /// The tier in which a server keeps the job: the spec's, unless its servers have changed.
+    /// The tier in which a server keeps the job. Of a server that has not said it, the others' or else the spec's; of two
+    /// tiers the one that lasts longer, so that no state there is taken for lost.
     pub(crate) fn tier(&self, server: ServerId) -> TierKind {
-        self.members.read(|state| state.tiers.get(&server).copied()).unwrap_or(self.spec().tier)
+        let known = self.members.read(|state| {
+            let of = state.tiers.get(&server).or_else(|| state.tiers.values().max());
+            of.copied()
+        });
+        known.unwrap_or(self.spec().tier)
     }
 
     /// Returns true if a crash of some server can take back its newest version.

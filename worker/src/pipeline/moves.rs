@@ -448,20 +448,24 @@ fn look(cluster: &Arc<Cluster>) -> Task<Vec<(ServerId, DescribeResponse)>> {
 }
 
 /// The tier in which the servers that a job shall have keep it: that of those which have it already and the wish's, which
-/// are the same, or else the job's.
+/// are the same, or else that of its present servers.
 ///
 /// # Errors
 /// `Precondition` for servers of several tiers: no decision can be taken back in some, and may have to be in others.
-pub fn wanted_tier(tiers: impl Iterator<Item = TierKind>, present: TierKind) -> Result<TierKind, Fault> {
-    let tiers: BTreeSet<TierKind> = tiers.collect();
-    if tiers.len() > 1 {
-        let value = tiers.into_iter().map(TierKind::name).collect::<Vec<_>>().join(" and ");
-        let limit = "one tier on all servers that the job shall have";
-        let remedy =
-            "ask for servers that the job is not on yet, and for no other: there it changes its tier";
-        return Err(Fault::new(FaultKind::Precondition, "tier", value, limit, remedy));
+pub fn wanted_tier(
+    wanted: BTreeSet<TierKind>,
+    present: impl Iterator<Item = TierKind>,
+) -> Result<TierKind, Fault> {
+    let tiers = if wanted.is_empty() { present.collect() } else { wanted };
+    match tiers.first() {
+        Some(&tier) if tiers.len() == 1 => Ok(tier),
+        _ => {
+            let value = tiers.into_iter().map(TierKind::name).collect::<Vec<_>>().join(" and ");
+            let limit = "one tier on all servers that the job shall have";
+            let remedy = "name a tier, and servers that the job is not on yet or that are in that tier";
+            Err(Fault::new(FaultKind::Precondition, "tier", value, limit, remedy))
+        }
     }
-    Ok(tiers.first().copied().unwrap_or(present))
 }
 
 /// Opens the job on servers that it is not on yet, and plans the moves.
@@ -482,8 +486,8 @@ pub(super) async fn prepare(
             None => new.push(address.clone()),
         }
     }
-    let tiers = members.iter().map(|&server| cluster.tier(server)).chain(tier);
-    spec.tier = wanted_tier(tiers, cluster.tier(cluster.first()))?;
+    let tiers = members.iter().map(|&server| cluster.tier(server)).chain(tier).collect();
+    spec.tier = wanted_tier(tiers, placement.members().map(|server| cluster.tier(server)))?;
     let open = async |spec: &JobSpec,
                       server: ServerId,
                       peer: &Peer,
@@ -580,10 +584,12 @@ pub(super) async fn begin_all(
             ranks: ranks.clone(),
             takes_part: false,
         };
-        let peer = added.peer.clone();
+        let (server, peer) = (added.server, added.peer.clone());
         async move {
             let time = cluster.options.deadline;
-            ask(cluster, &peer, "Join", time, async { peer.training().join(join).await }).await?;
+            let joined =
+                ask(cluster, &peer, "Join", time, async { peer.training().join(join).await }).await?;
+            cluster.keeps(server, joined.tier);
             ask(cluster, &peer, "Begin", time, async { peer.training().begin(begin).await }).await
         }
     };

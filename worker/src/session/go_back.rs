@@ -99,7 +99,7 @@ async fn go_back_from(cluster: &Cluster, there: &Whereabouts, how: &GoBack) -> R
     Err(newest.unwrap_or_else(|| {
         let (holders, lost) = holders_and_lost(cluster, there);
         let lost = if holders.is_empty() { Vec::new() } else { lost };
-        NoCheckpoint { job: cluster.job().clone(), tier: cluster.spec().tier, lost, holders }.into()
+        NoCheckpoint { job: cluster.job().clone(), tier: cluster.tier(cluster.first()), lost, holders }.into()
     }))
 }
 
@@ -115,9 +115,13 @@ pub(super) async fn choose(cluster: &Cluster, how: &GoBack) -> Result<Checkpoint
     };
     let (holders, lost) = holders_and_lost(cluster, &there);
     let Some(found) = listed.into_iter().rev().find(is_wanted) else {
-        return Err(
-            NoCheckpoint { job: cluster.job().clone(), tier: cluster.spec().tier, lost, holders }.into()
-        );
+        return Err(NoCheckpoint {
+            job: cluster.job().clone(),
+            tier: cluster.tier(cluster.first()),
+            lost,
+            holders,
+        }
+        .into());
     };
     // Names the fault of a damaged one.
     check_checkpoint(cluster, &found.name).await?;
@@ -165,7 +169,7 @@ pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Re
         {
             let detail = "it is not open there any more".into();
             let server = cluster.address(absent).into();
-            let (job, tier) = (cluster.job().clone(), cluster.spec().tier);
+            let (job, tier) = (cluster.job().clone(), cluster.tier(absent));
             return Err(StateLost { server, job, tier, detail }.into());
         }
         let known: Vec<_> =
@@ -307,7 +311,7 @@ fn kept(cluster: &Cluster, checkpoint: &Checkpoint, there: &Whereabouts) -> Erro
     let (holders, lost) = holders_and_lost(cluster, there);
     StateKept {
         job: cluster.job().clone(),
-        tier: cluster.spec().tier,
+        tier: cluster.tier(cluster.first()),
         checkpoint: checkpoint.name.clone(),
         version: checkpoint.version,
         holders,

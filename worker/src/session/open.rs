@@ -2,7 +2,9 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use longshore_proto::{FaultKind, LeftOut, Placement, Rank, ServerId, Version, limits::PROTOCOL};
+use longshore_proto::{
+    Epoch, FaultKind, JobSpec, LeftOut, Placement, Rank, ServerId, Version, limits::PROTOCOL,
+};
 use longshore_wire::{
     Wire, left_outs_from_wire,
     v1::{DescribeRequest, DescribeResponse, JobProgress, OpenJobRequest, OpenJobResponse, Phase},
@@ -162,9 +164,14 @@ async fn open_if_there(cluster: &Cluster, server: ServerId) -> Result<Option<Job
 }
 
 pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<OpenJobResponse> {
+    // A job whose servers have changed may be in another tier than this rank was started with.
+    let placement = cluster.placement();
+    let has_moved = placement.epoch > Epoch(1);
+    let tier = if has_moved { cluster.tier(server) } else { cluster.spec().tier };
+    let spec = JobSpec { tier, ..cluster.spec().clone() };
     let request = OpenJobRequest {
-        spec: Some(cluster.spec().to_wire()),
-        placement: Some(cluster.placement().to_wire()),
+        spec: Some(spec.to_wire()),
+        placement: Some(placement.to_wire()),
         server: server.0,
         protocol: PROTOCOL,
         ..Default::default()

@@ -2855,6 +2855,9 @@ pub struct DescribeResponse {
     /// absent in a job whose servers never changed
     #[prost(message, optional, tag = "48")]
     pub scaling: ::core::option::Option<Scaling>,
+    /// in which this server keeps the job, also in a brief answer
+    #[prost(enumeration = "Tier", tag = "49")]
+    pub tier: i32,
 }
 /// Decided step as a server saw it, for charts of training.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]

@@ -239,6 +239,7 @@ impl Args {
             let living: Vec<String> =
                 members.iter().filter(|member| !lost.contains(member)).cloned().collect();
             let members = Servers::connect(&living, access)?;
+            seen = look(&members, &job)?;
             let request = v1::ScaleRequest {
                 job: job.clone(),
                 servers: wanted.clone(),

@@ -53,9 +53,11 @@ impl Plan {
             let address = placement.servers.get(answer.server as usize);
             address.is_some_and(|address| request.servers.contains(address))
         };
-        let tiers = seen.answers.iter().filter(stays).filter_map(|answer| answer.spec.as_ref());
-        let tiers = tiers.map(|spec| spec.tier).chain([request.tier]).filter_map(TierKind::from_number);
-        let spec = JobSpec { tier: wanted_tier(tiers, seen.spec.tier)?, ..seen.spec.clone() };
+        let tier = |answer: &v1::DescribeResponse| TierKind::from_number(answer.tier);
+        let tiers = seen.answers.iter().filter(stays).filter_map(tier);
+        let tiers = tiers.chain(TierKind::from_number(request.tier)).collect();
+        let spec =
+            JobSpec { tier: wanted_tier(tiers, seen.answers.iter().filter_map(tier))?, ..seen.spec.clone() };
         let layout = spec.validate()?;
         members.each(async |mut admin| admin.scale(request.clone()).await)?;
         let number = |address: &String| {
