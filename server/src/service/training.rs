@@ -366,7 +366,7 @@ impl Services {
         }
         let (server, ours) = (handle.job.server(), handle.job.placement());
         let newest = request.placement.clone().map(|of| Placement::from_wire(Some(of))).transpose()?;
-        // Only a server that a decision has given up knows less than rank 0, whose process may be a new one.
+        // A server that a decision has given up knows an earlier placement, and maybe an earlier process of rank 0.
         let gives_up = |newest: &Placement| {
             let is_out = newest.servers.get(server.0 as usize).is_some_and(String::is_empty);
             handle.job.spec().replicas > 1 && newest.epoch > ours.epoch && is_out

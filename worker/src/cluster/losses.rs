@@ -118,7 +118,7 @@ impl Cluster {
 }
 
 impl Cluster {
-    /// Ends the job on a server that has left it, or was given up. Returns false if that server has not answered.
+    /// Ends the job on a server that has left it, or was given up. Returns false if the call failed.
     pub(crate) async fn retire(&self, server: ServerId, incarnation: Incarnation, time: Duration) -> bool {
         let placement = Some(self.placement().to_wire());
         let request = RetireRequest { job: self.job().to_string(), incarnation: incarnation.0, placement };
@@ -133,7 +133,7 @@ impl Cluster {
         retired.is_ok()
     }
 
-    /// Ends the job on a lost server that runs again. Returns true once that holds nothing of it.
+    /// Ends the job on a lost server that runs again. Returns true once the server holds nothing of the lost number.
     async fn end_lost(&self, server: ServerId) -> bool {
         match self.glance(server).await {
             // The server was silent while the job went on without it.

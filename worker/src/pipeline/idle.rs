@@ -32,8 +32,8 @@ use crate::{
 /// Pause between two looks at servers that fetch.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Moves a job without ranks to these servers, which keep it in `tier` or as its servers do. `asked_micros` is the time of
-/// the wish.
+/// Moves a job without ranks to these servers. New ones keep it in `tier`, or in that of the present servers. `asked_micros`
+/// is the time of the wish.
 ///
 /// # Errors
 /// `Precondition` with field `lost` while a server is given up. `Fenced` once a rank 0 has started, which goes on with the

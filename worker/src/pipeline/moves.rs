@@ -447,11 +447,11 @@ fn look(cluster: &Arc<Cluster>) -> Task<Vec<(ServerId, DescribeResponse)>> {
     })
 }
 
-/// The tier in which the servers that a job shall have keep it: that of those which have it already and the wish's, which
-/// are the same, or else that of its present servers.
+/// The tier in which a job's new servers keep it. `wanted` has the wish's tier and those of the wanted servers that have the
+/// job; without any, the `present` servers decide.
 ///
 /// # Errors
-/// `Precondition` for servers of several tiers: no decision can be taken back in some, and may have to be in others.
+/// `Precondition` for several tiers: a server on drives may have to step back, and a server of another tier never does.
 pub fn wanted_tier(
     wanted: BTreeSet<TierKind>,
     present: impl Iterator<Item = TierKind>,

@@ -314,9 +314,9 @@ impl Session {
         self.block_on(admin::delete_job(&self.cluster, again))
     }
 
-    /// Asks the job to move to these servers, while its ranks train. New servers keep it in `tier`, or as its servers do.
-    /// Updates wait for moves at most for `max_exposed` of the time between two decisions. Returns once its servers know of
-    /// the wish.
+    /// Asks the job to move to these servers, while its ranks train. New servers keep it in `tier`, or in that of the present
+    /// ones. Updates wait for moves at most for `max_exposed` of the time between two decisions. Returns once its servers know
+    /// of the wish.
     ///
     /// # Errors
     /// `Call` if a server refuses: `Invalid` for a list that is empty or has repetitions, `Forbidden` for an identity

@@ -1401,7 +1401,7 @@ pub struct RetireRequest {
     /// rank 0's
     #[prost(uint64, tag = "2")]
     pub incarnation: u64,
-    /// the job's: a server that was given up while it was silent knows an earlier one. Absent: the server's
+    /// the job's newest: a server that was given up while silent knows an earlier one. Absent: the server's own
     #[prost(message, optional, tag = "3")]
     pub placement: ::core::option::Option<Placement>,
 }
@@ -1496,7 +1496,7 @@ pub struct JoinResponse {
     /// since, for which the process has no gradient, and it joins with a higher incarnation.
     #[prost(uint64, optional, tag = "3")]
     pub joined_at: ::core::option::Option<u64>,
-    /// in which this server keeps the job: once its servers have changed, another one than the spec of a rank may say
+    /// the job's on this server; it may differ from a rank's spec once the job's servers have changed
     #[prost(enumeration = "Tier", tag = "4")]
     pub tier: i32,
 }
@@ -2855,7 +2855,7 @@ pub struct DescribeResponse {
     /// absent in a job whose servers never changed
     #[prost(message, optional, tag = "48")]
     pub scaling: ::core::option::Option<Scaling>,
-    /// in which this server keeps the job, also in a brief answer
+    /// the job's on this server, also in a brief answer
     #[prost(enumeration = "Tier", tag = "49")]
     pub tier: i32,
 }
@@ -3162,7 +3162,7 @@ pub struct ScaleRequest {
     /// largest part of a step that updates may wait for moves, above 0, at most 1; 0: 0.05
     #[prost(double, tag = "6")]
     pub max_exposed: f64,
-    /// in which new servers keep the job; unspecified: as the job's servers do
+    /// the job's on new servers; unspecified: that of the present servers
     #[prost(enumeration = "Tier", tag = "7")]
     pub tier: i32,
 }

@@ -29,7 +29,7 @@ pub struct Part {
     /// which checkpoints were made, whatever clocks and versions say.
     pub sequence: u64,
     pub images: StoredImages,
-    /// The digest of the job's spec as JSON in tier memory, the same in every part.
+    /// The digest of the job's spec as JSON with tier memory, the same in every part.
     pub spec: String,
     /// The digest of the last commit as JSON, the same in every part.
     pub commit: String,

@@ -131,7 +131,7 @@ fn own_part(job: &Job, manifest: Manifest) -> Option<Part> {
         (part.server, part.servers) == job.part()
             && part.shards.iter().map(|entry| entry.shard).eq(job.owned_at(Step(part.version.0)))
     };
-    // A job that was opened with another spec would write another part, whatever its state. Its servers' tier may change.
+    // A job that was opened with another spec would write another part, whatever its state. The tier may have changed.
     let spec = JobSpec { tier: job.spec().tier, ..manifest.spec.clone() };
     if spec != *job.spec() {
         return None;
@@ -264,7 +264,7 @@ impl Sink {
         self.put(header.tail, &tail)?;
         self.draft.file.set_len(bytes).map_err(io("truncate", path))?;
         self.draft.file.write_all_at(&header.bytes, 0).map_err(io("write", path))?;
-        // A job that changes its tier has servers of both.
+        // A job that changes its tier has parts of both tiers.
         let of_all = JobSpec { tier: TierKind::Memory, ..plan.spec.clone() };
         let of_all = serde_json::to_vec(&of_all).map_err(|error| defect(path, error))?;
         Ok(self.entry(plan, info, images, bytes, [&of_all, &commit, &header.bytes, &tail]))

@@ -52,7 +52,7 @@ pub(super) struct Args {
     /// a lost step
     #[arg(long, value_delimiter = ',', value_name = "HOST:PORT,...")]
     lost: Vec<String>,
-    /// Tier in which new servers keep the job: none of its present servers may stay [default: the job's]
+    /// Tier in which new servers keep the job; no server of another tier may stay [default: the job's]
     #[arg(long, value_name = "TIER")]
     tier: Option<TierKind>,
     /// Largest part of a step that updates may wait for shards that move, above 0 and at most 100 percent
@@ -239,6 +239,7 @@ impl Args {
             let living: Vec<String> =
                 members.iter().filter(|member| !lost.contains(member)).cloned().collect();
             let members = Servers::connect(&living, access)?;
+            // A server that --servers does not name has ranks and a tier too.
             seen = look(&members, &job)?;
             let request = v1::ScaleRequest {
                 job: job.clone(),

@@ -392,7 +392,7 @@ class Optimizer(Stepping, Stateful):
 
         Args:
             servers: addresses of all servers that the job shall have.
-            tier: where new servers keep the job, as in `AdamW(tier=...)`; then none of its present servers may stay. None: as they do.
+            tier: where new servers keep the job, as in `AdamW(tier=...)`; no server of another tier may stay. None: the tier of the present servers.
             max_exposed: largest part of a step's time that updates may wait for shards that move, above 0 and at most 1.
 
         Raises:
