@@ -127,7 +127,7 @@ def on(gpu: Gpu, group_bytes: int = 0) -> Iterator[None]:
     """In the block the package uses this GPU, and torch is deterministic. Weights come in groups of this size, by default each alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_device, "accelerator", gpu)
-        patch.setattr(weights, "GROUP_BYTES", group_bytes)
+        patch.setattr(weights, "DEVICE_GROUP_BYTES", group_bytes)
         torch.use_deterministic_algorithms(True)
         try:
             yield

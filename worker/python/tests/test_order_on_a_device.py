@@ -27,8 +27,8 @@ SEEDS = 8 if os.environ.get("LONGSHORE_SOAK") else 4
 def on(device: Simulated) -> Iterator[pytest.MonkeyPatch]:
     """In the block the package uses the simulated accelerator, and each gradient and each parameter's weights go alone."""
     with accelerator.on(device) as patch:
-        patch.setattr(weights, "GROUP_BYTES", 0)
-        patch.setattr(streaming, "ENOUGH", 0)
+        patch.setattr(weights, "DEVICE_GROUP_BYTES", 0)
+        patch.setattr(streaming, "ENOUGH_ON_DEVICE", 0)
         yield patch
 
 
@@ -63,15 +63,15 @@ def train(device: Simulated, is_held: bool = True, passes: int = 1, **options: A
 def train_in_buckets(device: Simulated, **options: Any) -> list[Tensor]:
     """Trains with gradients that leave together, two layers in a group, and weights that come together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "GROUP_BYTES", 1 << 20)
-        patch.setattr(streaming, "ENOUGH", 1000)
+        patch.setattr(weights, "DEVICE_GROUP_BYTES", 1 << 20)
+        patch.setattr(streaming, "ENOUGH_ON_DEVICE", 1000)
         return train(device, **options)
 
 
 def train_on_two_streams(device: Simulated, **options: Any) -> list[Tensor]:
     """Trains two layers, each on a stream of its own. Their gradients leave together. The caller's stream waits for the other one afterwards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "ENOUGH", 1 << 20)
+        patch.setattr(streaming, "ENOUGH_ON_DEVICE", 1 << 20)
         model = Layers(device, depth=2)
         optimizer = longshore.AdamW(model.layers.named_parameters(), lr=1e-2, streaming=True, **options)
         other = device.new_stream(torch.device("cpu"))

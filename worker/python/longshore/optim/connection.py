@@ -201,7 +201,7 @@ class Connection:
         # Ranks that share weights place them by themselves.
         is_lent = self.ranks is None and any(device.accelerator.has(param.tensor) for param in params)
         lending = Lending(self.job, self.image_dtype) if is_lent else None
-        self.weights: Weights | UnitWeights | Unplaced = Weights(params, self.job, lending)
+        self.weights: Weights | UnitWeights | Unplaced = Weights(params, self.job, lending, is_delayed=options.delay > 0)
         #: Page-locked memory that a device may copy gradients to. Sums on the worker have memory of their own.
         self.locked = None if settings_.sums_on_worker else LockedMemory(self.job, dtype_of(settings_.gradient_dtype))
         if self.ranks is not None:

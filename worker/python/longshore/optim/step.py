@@ -22,7 +22,7 @@ from longshore.optim import guards
 from longshore.optim.connection import Connected, Connection
 from longshore.transfer import device
 from longshore.transfer import params as _params
-from longshore.transfer.gradients import ENOUGH, Gradients, Group, Pusher
+from longshore.transfer.gradients import ENOUGH, ENOUGH_ON_DEVICE, Gradients, Group, Pusher
 from longshore.transfer.job import Hyper, StepReport
 from longshore.transfer.params import Columns, Param, check_gradient
 
@@ -39,10 +39,10 @@ class Stream:
         self._by_tensor: dict[int, Param] = {}
         self._step, self._gradients = optimizer._now, optimizer._gradients
         self._gradients.group = Group()
-        #: Parameters whose gradients leave next, these gradients, and the number of their elements.
+        #: Parameters whose gradients leave next, these gradients, the number of their elements, and of those that suffice.
         self._params: list[Param] = []
         self._waiting: list[Tensor] = []
-        self._elements = 0
+        self._elements, self._enough = 0, ENOUGH
         #: Parameters that left together in an earlier step, by the first one's index: backward has one order in most models.
         self._groups: dict[int, Columns] = {}
         #: True once each of the job's parameters has a hook.
@@ -105,7 +105,7 @@ class Stream:
         if not self._by_tensor:
             self._by_tensor = {id(param.tensor): param for param in connection.params}
             if connection.ranks is None and any(device.accelerator.has(param.tensor) for param in connection.params):
-                self._pusher = Pusher(connection.job)
+                self._pusher, self._enough = Pusher(connection.job), ENOUGH_ON_DEVICE
         return optimizer, connection
 
     def _take(self, tensor: Tensor) -> None:
@@ -125,7 +125,7 @@ class Stream:
         self._elements += param.elements
         if len(taken) == len(self._by_tensor):
             self._end_micro_step()
-        elif self._elements >= ENOUGH:
+        elif self._elements >= self._enough:
             self._leave_together()
 
     def _take_first(self, tensor: Tensor) -> None:
@@ -189,7 +189,7 @@ class Stream:
             self._params.append(param)
             self._waiting.append(gradient)
             self._elements += param.elements
-            is_full = self._elements >= ENOUGH or room is not None
+            is_full = self._elements >= self._enough or room is not None
         else:
             self._pusher.wait_for(index)
             if self._gradients.group.nbytes + gradient.nbytes > room:

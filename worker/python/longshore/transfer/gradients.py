@@ -22,6 +22,8 @@ from longshore.transfer.pinned import LockedMemory, Slabs, buckets, host_of, par
 #: Gradients leave in groups of at least this many elements. A chunk of a MiB has more elements, and is sent once complete. So grouping
 #: does not delay servers.
 ENOUGH = 128 * 1024
+#: The same for a device. A link takes 0.15 ms for so many 16-bit elements, and the interpreter 0.3 ms for a group, on the host of an H200.
+ENOUGH_ON_DEVICE = 4 * 1024 * 1024
 
 
 class Group:
@@ -49,6 +51,7 @@ class Group:
         self._events: list[Any] = []
         self._copiers: dict[torch.device, Any] = {}
 
+    @torch.no_grad()
     def begin_copies(self, locked: LockedMemory | None, stream_of: Callable[[torch.device], Any]) -> None:
         """Enqueues the copies to staging memory on the package's streams, behind the gradients' computation."""
         self._locked, accelerator = locked, _device.accelerator

@@ -202,6 +202,7 @@ class Lending:
         is_plain = tensor.is_contiguous() and not tensor.is_neg()
         return self._is_usable and _device.accelerator.has(tensor) and tensor.dtype is self._dtype and is_plain
 
+    @torch.no_grad()
     def copy(self, lent: Any, runs: list[list[Run]], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
         """Has devices copy weights from servers' memory.
 
