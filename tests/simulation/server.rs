@@ -285,7 +285,7 @@ impl Server {
             match work {
                 Work::Sum(sum) => self.sum(instance, sum),
                 // The loss of a server may have taken the shard from this one meanwhile.
-                Work::Update { owned, step } => match instance.machine.updatable(owned, |_| 1, step)[..] {
+                Work::Update { owned, step } => match instance.machine.updatable(owned, |_, _| 1, step)[..] {
                     [owned] => self.update(instance, owned, step),
                     _ => instance.works.extend(instance.machine.instead_of(owned, step)),
                 },

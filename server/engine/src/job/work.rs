@@ -32,6 +32,9 @@ const MOST_AT_ONCE: usize = 8;
 /// worker's forward by a group: forward reads shards in the same order. The lead grows with every shard. If
 /// forward takes a seventh longer than the update, the lead at shard `first` is `first / 8` shards, and a
 /// group may have that many.
+///
+/// A GPU's forward is often faster than the update, and waits for each group. Its work after the last group
+/// is exposed, so groups shrink again: one with `rest` shards behind it has at most `1 + rest / AHEAD`.
 const AHEAD: usize = 8;
 
 /// A block's part of all arrays that an update touches.
@@ -95,7 +98,10 @@ impl Job {
 
     fn update(&self, first: OwnedShard, step: Step) -> Result<Vec<Work>, Fault> {
         let together = self.tier.together.is_some();
-        let most = |before: usize| if together { (1 + before / AHEAD).min(MOST_AT_ONCE) } else { 1 };
+        let most = |before: usize, rest: usize| match together {
+            true => (1 + before.min(rest) / AHEAD).min(MOST_AT_ONCE),
+            false => 1,
+        };
         let run = {
             let mut machine = self.protocol.machine();
             let run = machine.updatable(first, most, step);

@@ -184,10 +184,15 @@ impl Machine {
         (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
     }
 
-    /// Returns this server's shards from `first` on that have the version before this step. At most `most(n)` where `n`
-    /// shards come before them. All have as many contributors as the first one, so that their gradients are divided by
-    /// the same number.
-    pub fn updatable(&self, first: OwnedShard, most: impl Fn(usize) -> usize, step: Step) -> Vec<OwnedShard> {
+    /// Returns this server's shards from `first` on that have the version before this step. At most `most(n, m)` where
+    /// `n` shards come before `first` and `m` after it. All have as many contributors as the first one, so that their
+    /// gradients are divided by the same number.
+    pub fn updatable(
+        &self,
+        first: OwnedShard,
+        most: impl Fn(usize, usize) -> usize,
+        step: Step,
+    ) -> Vec<OwnedShard> {
         let contributors = self.shards[first.index()].contributors.len();
         let fits = |&owned: &OwnedShard| {
             let shard = &self.shards[owned.index()];
@@ -195,7 +200,8 @@ impl Machine {
         };
         let owned = || OwnedShards::all(self.shards.len()).filter(|&owned| self.owns(owned, step));
         let before = owned().take_while(|&owned| owned < first).count();
-        owned().skip(before).take(most(before)).take_while(fits).collect()
+        let rest = owned().skip(before + 1).count();
+        owned().skip(before).take(most(before, rest)).take_while(fits).collect()
     }
 
     /// The decision on a step and Adam's t after it, while it is kept.
