@@ -182,14 +182,47 @@ def _compute(model: nn.Module, tokens: Tensor, rounds: int = 5) -> dict[str, Any
     parameters = list(model.parameters())
     with torch.no_grad():
         forward = _median(lambda: model(tokens), rounds)
+        uses = _uses(model, tokens)
     return {
         "forward": forward,
+        "uses": uses,
         "forward and backward": _median(backward, rounds),
         "parameters": sum(tensor.numel() for tensor in parameters),
         "tensors": len(parameters),
         "largest": max(tensor.numel() for tensor in parameters),
         "tokens": tokens.shape[0] * (tokens.shape[1] - 1),
     }
+
+
+def _uses(model: nn.Module, tokens: Tensor) -> list[list[float]]:
+    """Returns for each module with parameters that forward calls: the number of elements up to its last parameter, in the model's order,
+    and the seconds of forward before its first call."""
+    until, elements = {}, 0
+    for parameter in model.parameters():
+        elements += parameter.numel()
+        until[parameter] = elements
+    called: dict[nn.Module, Any] = {}
+
+    def now() -> Any:
+        if DEVICE.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def before(module: nn.Module, _: Any) -> None:
+        if module not in called:
+            called[module] = now()
+
+    hooks = [module.register_forward_pre_hook(before) for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    _synchronize()
+    start = now()
+    model(tokens)
+    _synchronize()
+    for hook in hooks:
+        hook.remove()
+    passed = (lambda at: at - start) if DEVICE.type == "cpu" else (lambda at: start.elapsed_time(at) / 1e3)
+    return [[max(until[parameter] for parameter in module.parameters(recurse=False)), passed(at)] for module, at in called.items()]
 
 
 def _steps(size: tuple[int, int, int], ways: str, in_a_row: int) -> dict[str, Any]:
@@ -404,7 +437,9 @@ def _plan(out: Path, flags: list[str], tflops: float) -> dict[str, Any]:
 def stage_3(out: Path) -> dict[str, Any]:
     """Trains a model at stage 2, and at stage 3 with a quarter of its weights as budget, by turns. Both compute with a fixed order of
     sums."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
+    for others in (torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
+        others(False)  # their attention sums in any order, even so
     torch.utils.deterministic.fill_uninitialized_memory = False
     _, _, _, batch, length = size = SIZES.stage_3
     model = _gpt(size)
@@ -453,8 +488,8 @@ _STEPS = ("small", "large", "offloaded", "largest", "largest_delayed")
 
 
 def floors_of(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns a step's floor by case, from measured pieces: an exact step is backward, then the longer of update and forward, and the copies
-    of the first unit. A delayed step is the longest of computing, the update and the copies."""
+    """Returns a step's floor by case, from measured pieces. An exact step is backward, then a forward whose modules each wait until their
+    weights are updated, and the copies of the largest tensor. A delayed step is the longest of computing, the update and the copies."""
     made: dict[str, dict[str, float]] = {}
     link, rates = found.get("links", {}), found.get("update", {})
     out, back = (link.get(better, link.get(plain)) for better, plain in (("to the arena", "to host"), ("from the server", "to device")))
@@ -467,7 +502,8 @@ def floors_of(found: dict[str, Any]) -> dict[str, dict[str, float]]:
         unit = 2 * steps["largest"] * (1 / out + 1 / back) * 1e-9
         whole, forward = steps["forward and backward"], steps["forward"]
         copies = 2 * steps["parameters"] / min(out, back) * 1e-9
-        for name, floor in ((BASE, whole - forward + max(update, forward) + unit), (DELAYED, max(whole, update, copies))):
+        waits = (elements / steps["parameters"] * update + forward - before for elements, before in steps["uses"])
+        for name, floor in ((BASE, whole - forward + max(forward, *waits) + unit), (DELAYED, max(whole, update, copies))):
             if name in steps["seconds"]:
                 made[f"{part}: {name}"] = {"floor": floor, "update": update, "copies": copies, "above": steps["seconds"][name] / floor}
     return made
