@@ -43,7 +43,7 @@ LIMITS = {
     "tensors": 25,
     "small": 40,
     "large": 80,
-    "trace": 45,
+    "trace": 60,
     "largest": 110,
     "largest_delayed": 110,
     "stage_3": 60,
@@ -295,12 +295,18 @@ def _training(*given: Any, server_flags: Iterable[str] = (), **options: Any) -> 
 
 
 def trace(out: Path) -> dict[str, Any]:
-    """Writes a trace of exact and of delayed steps of both models. Returns seconds of a step by phase and by the device's work."""
+    """Writes a trace of exact and of delayed steps of both models, and of exact ones at stage 3. Returns seconds of a step by phase and by
+    the device's work."""
     found = {}
-    for size, delay in (("large", 0), ("large", 1), ("small", 0), ("small", 1)):
-        elements, batch, length = getattr(SIZES, size)
+    for size, delay in (("large", 0), ("large", 1), ("small", 0), ("small", 1), ("stage_3", 0)):
+        *_, batch, length = getattr(SIZES, size)
         options: dict[str, Any] = {"delay": delay, **({"warmup_steps": 0} if delay else {})}
-        with _training(model_of(elements, length, DEVICE), batch, length, **options) as training:
+        if size == "stage_3":
+            model = _gpt(SIZES.stage_3).to("cpu")
+            options["budget"] = sum(parameter.nbytes for parameter in model.parameters()) // 4
+        else:
+            model = model_of(getattr(SIZES, size)[0], length, DEVICE)
+        with _training(model, batch, length, **options) as training:
             for _ in range(3):
                 training.step()
             _synchronize()
