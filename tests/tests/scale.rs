@@ -1,6 +1,7 @@
 //! A job's servers change while its ranks train, and the weights are those of an undisturbed run.
 
 use std::{
+    fs,
     thread::{self, sleep},
     time::Duration,
 };
@@ -9,6 +10,7 @@ use longshore_tests::{
     command::{Output, longshore},
     conformance::cluster::eventually,
     http::{self, FLAGS},
+    process::DEADLINE,
     proxy::Proxy,
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
@@ -167,10 +169,11 @@ fn a_job_changes_its_tier_while_it_trains() {
 }
 
 fn change_tier(ranks: usize, tier: &str, more: &[&str]) {
-    let homes = Homes::new();
+    let (checkpoints, homes) = (TempDir::new().unwrap(), Homes::new());
     let train = Train::new(STEPS).args(["--layers", "3", "--world-size", &ranks.to_string()]).args(more);
     let train = train.allow("job default is on");
-    let mut servers = server::servers(5, &homes.options().allow("stepping back to the version before"));
+    let options = homes.options().checkpoint_dir(checkpoints.path());
+    let mut servers = server::servers(5, &options.allow("stepping back to the version before"));
     let addresses = server::addresses(&servers);
     let scale = |from: usize, to: &[usize], more: &[&str]| {
         let to: Vec<&str> = to.iter().map(|&server| &*addresses[server]).collect();
@@ -195,6 +198,19 @@ fn change_tier(ranks: usize, tier: &str, more: &[&str]) {
     eventually("the end on the others", || status(&addresses[..2]).is_empty().then_some(()));
     // Ranks are started with the tier that the job had first.
     running.into_iter().for_each(|running| drop(running.kill()));
+    if ranks == 1 {
+        let host = addresses[3].split(':').next().unwrap();
+        let [home, away] = [host, "away"].map(|name| homes.0[0].path().join(name));
+        servers[3].process.kill();
+        fs::rename(&home, &away).unwrap();
+        fs::create_dir(&home).unwrap();
+        servers[3].restart();
+        let (why, _) = train.clone().servers(&addresses[2..4]).args(["--resume"]).start().fails(DEADLINE);
+        assert!(why.contains("is the drive of its --state-dir mounted"), "{why}");
+        servers[3].process.kill();
+        fs::remove_dir_all(&home).unwrap();
+        fs::rename(&away, &home).unwrap();
+    }
     servers[2..4].iter_mut().for_each(Longshored::kill_and_restart);
     let mut running = train.clone().servers(&addresses[..4]).start_ranks(ranks);
     running[0].until_steps(3);
