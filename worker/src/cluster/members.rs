@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use futures_util::future::join_all;
+use futures_util::future::{join, join_all};
 use longshore_proto::{
     Epoch, Fault, FaultKind, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, TierKind,
     Version,
@@ -344,21 +344,23 @@ impl Cluster {
         Ok(!new.is_empty())
     }
 
-    /// Returns `Outdated` if the job's servers have changed since this rank connected, as any of them says. `server` has
-    /// refused a call.
+    /// Returns `Outdated` if the job's servers have changed since this rank connected, as any of them says, or any that the
+    /// job had before: it may be there again. `server` has refused a call.
     pub(crate) async fn check_not_moved(&self, server: &str) -> Result<()> {
-        let ours = self.placement().epoch;
-        for asked in self.servers() {
-            let placement = changed_placement(&self.peers[asked], self.job().as_str()).await;
-            let Some(theirs) = placement.map(|placement| placement.epoch).filter(|&theirs| theirs > ours)
-            else {
-                continue;
-            };
-            let remedy = "connect again: the other servers say where the job is now";
-            let fault = Fault::new(FaultKind::Conflict, "placement.epoch", ours, theirs, remedy);
-            return Err(Outdated { server: server.into(), job: self.job().clone(), fault }.into());
-        }
-        Ok(())
+        let (placement, job) = (self.placement(), self.job());
+        let members: Vec<&Peer> = self.servers().map(|server| &self.peers[server]).collect();
+        let is_member = |address: &str| members.iter().any(|member| member.address == address);
+        let left = placement.addresses().filter(|address| !is_member(address)).map(async |address| {
+            let soon = (Instant::now(), Instant::now() + GLANCE);
+            changed_placement(&self.dial(address, soon).await.ok()?, job.as_str()).await
+        });
+        let asked = members.iter().map(|member| changed_placement(member, job.as_str()));
+        let (asked, left) = join(join_all(asked), join_all(left)).await;
+        let newest = asked.into_iter().chain(left).flatten().map(|placement| placement.epoch).max();
+        let Some(theirs) = newest.filter(|&theirs| theirs > placement.epoch) else { return Ok(()) };
+        let remedy = "connect again: the other servers say where the job is now";
+        let fault = Fault::new(FaultKind::Conflict, "placement.epoch", placement.epoch, theirs, remedy);
+        Err(Outdated { server: server.into(), job: job.clone(), fault }.into())
     }
 
     /// The servers of a placement that this rank has not joined, with their addresses.

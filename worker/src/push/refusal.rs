@@ -51,10 +51,12 @@ pub(super) async fn judge(
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
         // The chunk has overtaken a chunk of an earlier micro-step. The new stream sends them in order.
         FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
-        // A decision has taken the shard from this holder, and this rank has heard of it or will.
+        // The server has not heard of a decision that gave it the shard, or this rank has not heard that it was taken.
+        FaultKind::Precondition if fault.field == "shard" && is_held(cluster, &key, server) => {
+            Ok(Verdict::SendAgain(fault))
+        }
         FaultKind::Precondition if fault.field == "shard" && cluster.spec().replicas > 1 => {
-            let is_held = cluster.holders_at(key.shard, key.step).any(|holder| holder == server);
-            Ok(if is_held { Verdict::SendAgain(fault) } else { Verdict::Decided })
+            Ok(Verdict::Decided)
         }
         FaultKind::Precondition => await_turn(cluster, server, key, fault).await,
         // The other rank's process is gone. Its next process will say which version it computes with.
@@ -69,6 +71,11 @@ pub(super) async fn judge(
         }
         _ => Err(refused(cluster, server, key, fault)),
     }
+}
+
+/// Returns true if the server holds the chunk's shard at its step, as far as this rank knows.
+fn is_held(cluster: &Cluster, key: &ChunkKey, server: ServerId) -> bool {
+    cluster.holders_at(key.shard, key.step).any(|holder| holder == server)
 }
 
 /// Returns true if the payload still has its own checksum. Otherwise this host's memory is at fault, not the
