@@ -95,7 +95,12 @@ impl Cluster {
     /// Returns true if nothing would be left of a shard: a decision since has dropped the other holder, which had another
     /// gradient, or moves the shard to it. Only a checkpoint helps.
     fn leaves_nothing(&self, wanted: &Wanted, living: &[(usize, Arc<Server>)]) -> bool {
-        let last = living.iter().find_map(|(_, server)| server.last_after(wanted.clone()));
+        // A server that is only being prepared for the job may know an earlier placement.
+        let knows = |of: &Server| of.placement().is_some_and(|(_, of)| Some(of.epoch) == self.epoch());
+        let last = living
+            .iter()
+            .filter(|(_, of)| knows(of))
+            .find_map(|(_, server)| server.last_after(wanted.clone()));
         let Some(shard) = last else { return false };
         let is_changing = |of: &Server| {
             of.placement().is_some_and(|(_, of)| {

@@ -606,7 +606,7 @@ fn count(variable: &str, usual: u64) -> u64 {
 #[test]
 fn any_order_of_events_and_faults_has_the_bits_of_an_undisturbed_run() {
     let first = count("LONGSHORE_SEED", 1);
-    let seeds = count("LONGSHORE_SEEDS", if env::var_os("LONGSHORE_SOAK").is_some() { 10_000 } else { 200 });
+    let seeds = count("LONGSHORE_SEEDS", if env::var_os("LONGSHORE_SOAK").is_some() { 10_000 } else { 1000 });
     let mut failed = BTreeMap::new();
     for seed in first..first + seeds {
         if let Err(text) = simulate(seed, None) {
