@@ -445,7 +445,7 @@ def stage_3(out: Path) -> dict[str, Any]:
     sums."""
     torch.use_deterministic_algorithms(True)
     for others in (torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
-        others(False)  # their attention sums in any order, even so
+        others(False)  # with cuDNN's attention both stages had other bits, and the other kernel is not deterministic by default
     torch.utils.deterministic.fill_uninitialized_memory = False
     _, _, _, batch, length = size = SIZES.stage_3
     model = _gpt(size)

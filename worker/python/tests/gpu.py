@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from units import Deep
 
+from longshore.optim import step as streaming
 from longshore.transfer import device as _device
 from longshore.transfer import weights
 
@@ -124,10 +125,12 @@ class OnGpu(Deep):
 
 @contextlib.contextmanager
 def on(gpu: Gpu, group_bytes: int = 0) -> Iterator[None]:
-    """In the block the package uses this GPU, and torch is deterministic. Weights come in groups of this size, by default each alone."""
+    """In the block the package uses this GPU, and torch is deterministic. Weights come in groups of this size, by default each alone, and
+    gradients leave by two layers of :class:`OnGpu`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_device, "accelerator", gpu)
         patch.setattr(weights, "DEVICE_GROUP_BYTES", group_bytes)
+        patch.setattr(streaming, "ENOUGH_ON_DEVICE", streaming.ENOUGH)
         torch.use_deterministic_algorithms(True)
         try:
             yield

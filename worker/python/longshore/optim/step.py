@@ -39,7 +39,7 @@ class Stream:
         self._by_tensor: dict[int, Param] = {}
         self._step, self._gradients = optimizer._now, optimizer._gradients
         self._gradients.group = Group()
-        #: Parameters whose gradients leave next, these gradients, the number of their elements, and of those that suffice.
+        #: Parameters whose gradients leave next, these gradients, the number of their elements, and the number with which they leave.
         self._params: list[Param] = []
         self._waiting: list[Tensor] = []
         self._elements, self._enough = 0, ENOUGH

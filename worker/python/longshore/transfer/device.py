@@ -181,7 +181,7 @@ def empty_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Te
 
 def copy_together_out(target: Tensor, sources: Sequence[Tensor], stream: Any) -> None:
     """Enqueues one copy of a device's flat tensors, packed end to end, to flat memory of the host. All must stay as in
-    :meth:`Accelerator.copy`. Callers disable gradients, once for all their copies."""
+    :meth:`Accelerator.copy`. Callers disable gradient mode, once for all their copies."""
     if len(sources) > 1:
         # Packed memory belongs to the stream, which reads it before any later use of the memory.
         packed = accelerator.empty(target.shape, target.dtype, sources[0].device, stream)
@@ -191,8 +191,8 @@ def copy_together_out(target: Tensor, sources: Sequence[Tensor], stream: Any) ->
 
 
 def copy_together_in(targets: Sequence[Tensor], source: Tensor, stream: Any) -> None:
-    """Enqueues one copy of flat memory of the host, and its parts' way to a device's flat tensors. All must stay as in
-    :meth:`Accelerator.copy`."""
+    """Enqueues one copy of flat memory of the host, and its parts' way to a device's flat tensors. The conditions are those of
+    :func:`copy_together_out`."""
     if len(targets) == 1:
         accelerator.copy(targets[0], source, stream)
         return

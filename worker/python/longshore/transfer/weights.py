@@ -103,10 +103,10 @@ def read_rounded(params: list[Param], rounding: Rounding, read: Callable[[Param,
 
 #: Size of a weight chunk: parameters that share one are read together.
 GROUP_BYTES = 1024 * 1024
-#: The same for a device. A link takes 0.15 ms for these bytes, and the interpreter 0.4 ms for a group, on the host of an H200. Weights of a
-#: default shard become readable together anyway.
+#: Size of a device's weight chunk, and of a default shard's weights, which become readable together. On the host of an H200 a link takes
+#: 0.15 ms for it, and the interpreter 0.4 ms for a group.
 DEVICE_GROUP_BYTES = 8 * 1024 * 1024
-#: Groups of a delayed job are larger by this factor. Its weights were made long before, so none is late because of its group.
+#: Groups of a delayed job are larger by this factor. Its weights are there before their first use, so none waits for its group.
 DELAYED = 8
 
 
@@ -115,7 +115,7 @@ class Weights:
 
     Args:
         lending: servers' lent memory; None if all weights are copied out of it.
-        is_delayed: whether weights are made before the step that comes before their first use.
+        is_delayed: whether a step computes with weights that were made during the step before, as with ``delay=1``.
     """
 
     def __init__(self, params: list[Param], job: "Job", lending: Lending | None = None, *, is_delayed: bool = False) -> None:
