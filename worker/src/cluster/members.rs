@@ -344,8 +344,8 @@ impl Cluster {
         Ok(!new.is_empty())
     }
 
-    /// Returns `Outdated` if the job's servers have changed since this rank connected, as any of them says, or any that the
-    /// job had before: it may be there again. `server` has refused a call.
+    /// Returns `Outdated` if the job's servers have changed since this rank connected. `server` has refused a call. Servers
+    /// that the job has left are asked as well, since it may be back there.
     pub(crate) async fn check_not_moved(&self, server: &str) -> Result<()> {
         let (placement, job) = (self.placement(), self.job());
         let members: Vec<&Peer> = self.servers().map(|server| &self.peers[server]).collect();

@@ -51,10 +51,11 @@ pub(super) async fn judge(
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
         // The chunk has overtaken a chunk of an earlier micro-step. The new stream sends them in order.
         FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
-        // The server has not heard of a decision that gave it the shard, or this rank has not heard that it was taken.
+        // The server lacks the decision that gave it the shard, or this rank lacks the one that took it.
         FaultKind::Precondition if fault.field == "shard" && is_held(cluster, &key, server) => {
             Ok(Verdict::SendAgain(fault))
         }
+        // A decision has taken the shard from this holder.
         FaultKind::Precondition if fault.field == "shard" && cluster.spec().replicas > 1 => {
             Ok(Verdict::Decided)
         }

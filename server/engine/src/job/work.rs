@@ -33,8 +33,8 @@ const MOST_AT_ONCE: usize = 8;
 /// forward takes a seventh longer than the update, the lead at shard `first` is `first / 8` shards, and a
 /// group may have that many.
 ///
-/// A GPU's forward is often faster than the update, and waits for each group. Its work after the last group
-/// is exposed, so groups shrink again: one with `rest` shards behind it has at most `1 + rest / AHEAD`.
+/// A GPU's forward is often faster than the update, and waits for each group. Forward's work after the last
+/// group is exposed, so groups shrink again. A group with `rest` shards behind it has at most `1 + rest / AHEAD`.
 const AHEAD: usize = 8;
 
 /// A block's part of all arrays that an update touches.
