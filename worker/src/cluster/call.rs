@@ -173,8 +173,14 @@ impl Cluster {
         let (answer, left) = (std::pin::pin!(answer), std::pin::pin!(self.left(server)));
         match select(answer, left).await {
             Either::Left((Ok(answer), _)) => Ok(Some(answer)),
-            Either::Left((Err(error), _)) if !self.has_left(server) => Err(error),
-            _ => Ok(None),
+            Either::Left((Err(error), _)) => {
+                if matches!(&error, Error::Call(failed) if failed.fault.kind == FaultKind::Unavailable) {
+                    // Rank 0 may have given the server up since this rank last asked.
+                    self.hear_of_losses().await;
+                }
+                if self.has_left(server) { Ok(None) } else { Err(error) }
+            }
+            Either::Right(_) => Ok(None),
         }
     }
 

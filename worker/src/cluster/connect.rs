@@ -165,7 +165,7 @@ impl Cluster {
         let mut seen = seen_by(&peers, job).await;
         let known =
             || peers.iter().zip(&seen).filter_map(|(peer, seen)| Some((peer, seen.as_ref().ok()?.as_ref()?)));
-        let farthest = known().max_by_key(|(_, seen)| (seen.version, seen.epoch, seen.changed));
+        let farthest = known().max_by_key(|(_, seen)| seen.progress());
         let placement = match farthest.filter(|(_, seen)| seen.changed) {
             Some((peer, _)) => placement_of(peer, job).await,
             None => Some(Placement::clone(&self.placement())),

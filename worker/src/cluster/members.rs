@@ -416,7 +416,7 @@ pub(super) async fn discover(job: &str, peers: &[Peer], (end, recovered): (Insta
     let mut backoff = Backoff::new();
     loop {
         let answers = join_all(peers.iter().map(|peer| seen(peer, job))).await;
-        let is_known = answers.iter().flatten().flatten().any(|seen| seen.changed);
+        let is_known = answers.iter().flatten().flatten().any(|seen| seen.changed && !seen.is_loading);
         let end =
             if answers.iter().any(|answer| answer.as_ref().is_err_and(recovers)) { recovered } else { end };
         let mut missing = answers.iter().position(Result::is_err).unwrap_or_default();
@@ -425,7 +425,7 @@ pub(super) async fn discover(job: &str, peers: &[Peer], (end, recovered): (Insta
             let lost: Vec<String> = answers.iter().flatten().flat_map(|seen| seen.lost.clone()).collect();
             let farthest = (0..peers.len())
                 .filter(|&at| answers[at].is_some())
-                .max_by_key(|&at| answers[at].as_ref().map(|seen| (seen.version, seen.epoch, seen.changed)));
+                .max_by_key(|&at| answers[at].as_ref().map(Seen::progress));
             let is_changed = |at: &usize| answers[*at].as_ref().is_some_and(|seen| seen.changed);
             let unchanged = Discovered::Unchanged { has_job: farthest };
             let Some(farthest) = farthest.filter(is_changed) else { return unchanged };
@@ -457,6 +457,14 @@ pub(super) struct Seen {
     pub(super) is_loading: bool,
     /// Addresses of servers that are given up.
     pub(super) lost: Vec<String>,
+}
+
+impl Seen {
+    /// The order of servers by how far they are. A server that was prepared for a move names the placement that the move leads
+    /// to. At version 0 only its phase tells it from a server that takes part.
+    pub(super) fn progress(&self) -> (Version, bool, Epoch, bool) {
+        (self.version, !self.is_loading, self.epoch, self.changed)
+    }
 }
 
 /// Asks a server for a job. None: the job is not there.

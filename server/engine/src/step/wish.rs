@@ -25,7 +25,6 @@ impl Wanted {
     ///
     /// Rank 0 gives servers up without a wish. The job may have those back, so the earlier wish stays, or the members.
     pub fn take(&mut self, wanted: Wanted, placement: &Placement) {
-        self.forget_losses(placement);
         let (mut lost, words) = (std::mem::take(&mut self.lost), self.words + 1);
         lost.retain(|lost| !wanted.servers.contains(lost) && !wanted.lost.contains(lost));
         lost.extend(wanted.lost.iter().cloned());
@@ -38,6 +37,8 @@ impl Wanted {
             (self.servers, self.asked_micros) = (placement.addresses().map(str::to_string).collect(), 1);
         }
         (self.lost, self.words) = (lost, words);
+        // A word may come after the decision that it led to, and the job may get that server back.
+        self.forget_losses(placement);
     }
 
     /// Forgets the lost servers that are not in the placement any more.
@@ -59,5 +60,19 @@ impl Machine {
         };
         let unfetched = || self.unfinished().find(is_last).map(|of| of.shard);
         placement.last_of(&lost).or_else(unfetched)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_of_a_loss_that_comes_after_its_decision_is_not_kept() {
+        let placement = Placement::striped(["a", "b"].map(String::from).to_vec(), 4);
+        let lost = ["b", "c"].map(String::from).to_vec();
+        let mut known = Wanted::default();
+        known.take(Wanted { lost, ..Wanted::default() }, &placement);
+        assert_eq!((known.lost, known.words), (vec!["b".to_string()], 1));
     }
 }
