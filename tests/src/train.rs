@@ -64,6 +64,11 @@ impl Train {
         self
     }
 
+    /// Trains until [`Running::stop`]. The learning rate is constant, so [`Train::hash_after`] as many steps is the same.
+    pub fn endless(self) -> Train {
+        self.args(["--steps", "1000000", "--lr-floor", "1"])
+    }
+
     pub fn servers(mut self, servers: &[String]) -> Train {
         self.servers = servers.to_vec();
         self
@@ -130,6 +135,12 @@ impl Train {
     pub fn undisturbed(&self) -> Undisturbed {
         assert!(self.servers.is_empty(), "an undisturbed run is on an embedded server");
         Undisturbed::of(self)
+    }
+
+    /// Returns the state hash after so many steps without disturbance, on an embedded server.
+    pub fn hash_after(&self, steps: u64) -> String {
+        assert!(self.servers.is_empty(), "an undisturbed run is on an embedded server");
+        self.clone().args(["--steps", &steps.to_string()]).run().end.state_hash
     }
 
     /// Hashes all that decides the bits: flags, variables and text.
@@ -215,10 +226,24 @@ impl Running {
     }
 
     /// Like `finish`, for a rank that prints no event at its end.
-    pub fn done(mut self) -> Said {
+    pub fn done(self) -> Said {
+        self.ended(0)
+    }
+
+    /// Stops the run with SIGTERM after its current step. Returns its end.
+    pub fn stop(self) -> End {
+        self.process.terminate();
+        let mut said = self.ended(143);
+        match said.events.pop() {
+            Some(Event::End(end)) => end,
+            last => panic!("a stopped run ends with its results, and not with {last:?}"),
+        }
+    }
+
+    fn ended(mut self, wanted: i32) -> Said {
         while self.event().is_some() {}
         let (code, stderr) = (self.process.code(), self.process.stderr());
-        assert_eq!(code, 0, "the worker failed: {stderr}");
+        assert_eq!(code, wanted, "the worker failed: {stderr}");
         let loud = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
         // A busy machine must not fail the test.
         let slow = |line: &&str| line.contains("still waiting");
