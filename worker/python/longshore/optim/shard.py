@@ -133,7 +133,8 @@ def shard(
     cut = _cut(is_gathered, lambda: _model.cut(model, members, named, room, copies), room)
     reserve = max((unit.gradient_bytes for unit in cut), default=0)
     if whole is not None and optimizer._stream is not None:
-        optimizer._stream.room = reserve
+        trained = [frozenset(member.param.index for member in unit.members if member.param is not None) for unit in cut]
+        optimizer._stream.keep_within(reserve, trained)
     room = None if room is None else room - copies * reserve
     _refuse_wrappers()
     fetcher = _fetcher(optimizer, connection, members, rounds, _is_on_device(members, device))

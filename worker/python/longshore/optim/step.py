@@ -26,9 +26,6 @@ from longshore.transfer.gradients import ENOUGH, ENOUGH_ON_DEVICE, Gradients, Gr
 from longshore.transfer.job import Hyper, StepReport
 from longshore.transfer.params import Columns, Param, check_gradient
 
-#: Groups of gradients in a bounded room of a device.
-_GROUPS = 8
-
 
 class Stream:
     """Sends gradients of the current step. Hooks hold a weak reference, so the optimizer can be freed."""
@@ -50,7 +47,10 @@ class Stream:
         #: Pushes gradients that a device copies first.
         self._pusher: Pusher | None = None
         #: Most bytes of unsent gradients that may stay where the model is; None for no limit.
-        self.room: int | None = None
+        self._room: int | None = None
+        #: The parameters of each parameter's unit, and of the current group's unit: all of them in a model without units.
+        self._units: dict[int, frozenset[int]] = {}
+        self._unit: frozenset[int] = frozenset()
         self._is_checked = False
         self.hook()
 
@@ -75,6 +75,14 @@ class Stream:
         # A parameter that requires no gradient yet may train later.
         self._watches_all = bool(self._by_tensor) and self._by_tensor.keys() <= self._hooks.keys()
         return new
+
+    def keep_within(self, room: int, units: list[frozenset[int]]) -> None:
+        """Keeps at most so many bytes of unsent gradients where the model is, enough for those of any unit. A group ends with its unit.
+
+        Args:
+            units: each unit's parameters, by index.
+        """
+        self._room, self._units = room, {index: unit for unit in units for index in unit}
 
     def unhook(self) -> None:
         if self._pusher is not None:
@@ -104,6 +112,7 @@ class Stream:
         connection = optimizer._opened_by_gradients()
         if not self._by_tensor:
             self._by_tensor = {id(param.tensor): param for param in connection.params}
+            self._unit = frozenset(param.index for param in connection.params)
             if connection.ranks is None and any(device.accelerator.has(param.tensor) for param in connection.params):
                 self._pusher, self._enough = Pusher(connection.job), ENOUGH_ON_DEVICE
         return optimizer, connection
@@ -112,7 +121,10 @@ class Stream:
         """Sends the gradient that backward has just made, and frees it. A small one leaves with the next ones."""
         waiting, taken = self._waiting, self._step.taken
         param, gradient = self._by_tensor.get(id(tensor)), tensor.grad
-        if not waiting or param is None or param.index in taken or gradient is None or gradient.requires_grad or gradient.is_neg():
+        if not waiting or param is None or param.index not in self._unit or param.index in taken:
+            self._take_first(tensor)
+            return
+        if gradient is None or gradient.requires_grad or gradient.is_neg():
             self._take_first(tensor)
             return
         if self._pusher is not None:
@@ -125,7 +137,7 @@ class Stream:
         self._elements += param.elements
         if len(taken) == len(self._by_tensor):
             self._end_micro_step()
-        elif self._elements >= self._enough:
+        elif self._elements >= self._enough or self._unit <= taken:
             self._leave_together()
 
     def _take_first(self, tensor: Tensor) -> None:
@@ -178,30 +190,26 @@ class Stream:
 
     def _add(self, connection: Connection, param: Param, gradient: Tensor) -> None:
         """Takes a gradient. The group leaves once it is large enough, or with the last gradient."""
-        step, index, room = self._step, param.index, self.room
+        step, index = self._step, param.index
         if gradient.requires_grad or index in connection.weights.awaited:
             _check(connection, param, gradient)
-        if self._pusher is None or room is None:
-            check_gradient(param, gradient)
-            if self._pusher is not None:
-                self._gradients.note_stream(gradient)
-                gradient = gradient.resolve_neg()
-            self._params.append(param)
-            self._waiting.append(gradient)
-            self._elements += param.elements
-            is_full = self._elements >= self._enough or room is not None
-        else:
-            self._pusher.wait_for(index)
-            if self._gradients.group.nbytes + gradient.nbytes > room:
-                self._leave_together()
-            self._pusher.wait_for_room(self._gradients.group.nbytes + gradient.nbytes, room)
-            group = self._gradients.take(param, gradient)
-            is_full = group.elements >= ENOUGH or not group.nbytes or group.nbytes * _GROUPS >= room
+        check_gradient(param, gradient)
+        if self._units:
+            unit = self._units.get(index, frozenset([index]))
+            if self._waiting and unit is not self._unit:
+                self._leave_together()  # a parameter of the unit before has no gradient
+            self._unit = unit
+        if self._pusher is not None:
+            self._gradients.note_stream(gradient)
+            gradient = gradient.resolve_neg()
+        self._params.append(param)
+        self._waiting.append(gradient)
+        self._elements += param.elements
         step.take(index)
         param.tensor.grad = None
         if len(step.taken) == len(connection.params):
             self._end_micro_step()
-        elif is_full:
+        elif self._elements >= self._enough or self._unit <= step.taken:
             self._leave_together()
 
     def _leave_together(self, *, is_last: bool = False) -> None:
@@ -214,6 +222,8 @@ class Stream:
         else:
             for param in self._params:
                 self._pusher.wait_for(param.index)
+            if self._room is not None:
+                self._pusher.wait_for_room(sum(gradient.nbytes for gradient in self._waiting), self._room)
             self._collect(connection)
             if is_last:
                 self._pusher.then(connection.weights.finish_copies)
@@ -561,8 +571,8 @@ class Stepping(Connected):
 
     def _stream_anew(self) -> None:
         if self._stream is not None:
-            self._stream.unhook()
-            room = self._stream.room
+            before = self._stream
+            before.unhook()
             self._stream = Stream(self)
-            self._stream.room = room
+            self._stream._room, self._stream._units = before._room, before._units
         self._now.end()
