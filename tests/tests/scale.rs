@@ -47,8 +47,8 @@ impl Homes {
         ServerOptions::new().state_root(drives.path()).shm_root(tmpfs.path())
     }
 
-    /// Options for servers with flags that leave images on drives, where images of two versions are kept. A shard whose older
-    /// image is gone is asked for again without it.
+    /// Options with further flags, which spill images to drives. Drives keep the images of two versions: a shard whose older image
+    /// is gone is fetched again without it.
     fn options_with(&self, flags: &[&str]) -> ServerOptions {
         match flags {
             [] => self.options(),

@@ -460,8 +460,8 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// The order of servers by how far they are. A server that was prepared for a move names the placement that the move leads
-    /// to. At version 0 only its phase tells it from a server that takes part.
+    /// The order of servers by their progress. A server that was prepared for a move already has the placement after the move. At
+    /// version 0 its phase alone tells it from a server that takes part.
     pub(super) fn progress(&self) -> (Version, bool, Epoch, bool) {
         (self.version, !self.is_loading, self.epoch, self.changed)
     }

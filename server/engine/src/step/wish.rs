@@ -37,7 +37,7 @@ impl Wanted {
             (self.servers, self.asked_micros) = (placement.addresses().map(str::to_string).collect(), 1);
         }
         (self.lost, self.words) = (lost, words);
-        // A word may come after the decision that it led to, and the job may get that server back.
+        // A late word of a loss, after its decision, would count against the server's next number in the job.
         self.forget_losses(placement);
     }
 

@@ -121,10 +121,15 @@ class Stream:
         """Sends the gradient that backward has just made, and frees it. A small one leaves with the next ones."""
         waiting, taken = self._waiting, self._step.taken
         param, gradient = self._by_tensor.get(id(tensor)), tensor.grad
-        if not waiting or param is None or param.index not in self._unit or param.index in taken:
-            self._take_first(tensor)
-            return
-        if gradient is None or gradient.requires_grad or gradient.is_neg():
+        if (
+            not waiting
+            or param is None
+            or param.index not in self._unit
+            or param.index in taken
+            or gradient is None
+            or gradient.requires_grad
+            or gradient.is_neg()
+        ):
             self._take_first(tensor)
             return
         if self._pusher is not None:
@@ -189,7 +194,7 @@ class Stream:
             self._end_micro_step()
 
     def _add(self, connection: Connection, param: Param, gradient: Tensor) -> None:
-        """Takes a gradient. The group leaves once it is large enough, or with the last gradient."""
+        """Takes a gradient. The group leaves once it is large enough, or with the last gradient of its unit or of the step."""
         step, index = self._step, param.index
         if gradient.requires_grad or index in connection.weights.awaited:
             _check(connection, param, gradient)
