@@ -2,7 +2,7 @@
 
 use std::{
     cmp::Reverse,
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     convert::Infallible,
     net::IpAddr,
     sync::{Arc, Mutex, PoisonError, Weak},
@@ -215,18 +215,26 @@ impl Connections {
     fn make_room(&self, all: usize, of: Option<Origin>) -> usize {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         entries.retain(|entry| entry.standing.strong_count() > 0);
-        let mut of_origin = HashMap::new();
+        let (mut of_origin, mut with_unused) = (HashMap::new(), HashSet::new());
         let mut found = Vec::new();
         for Entry { origin, standing, .. } in &*entries {
             *of_origin.entry(*origin).or_insert(0_usize) += 1;
             if of.unwrap_or(*origin) == *origin
                 && !origin.is_operator()
                 && let Some(standing) = standing.upgrade()
-                && let Some(turn) = turn(&standing)
+                && !standing.account.is_vouched()
             {
-                found.push((*origin, turn, standing));
+                let turn = turn(&standing);
+                if turn == Turn::Unused {
+                    with_unused.insert(*origin);
+                }
+                if has_waited(&standing, turn) {
+                    found.push((*origin, turn, standing));
+                }
             }
         }
+        // A burst of new connections has no call yet, and must not end those of its origin that have called.
+        found.retain(|(origin, turn, _)| *turn == Turn::Unused || !with_unused.contains(origin));
         // Calls are aborted only if every remaining connection has one.
         if found.iter().any(|(_, turn, _)| *turn < Turn::Calling) {
             found.retain(|(_, turn, _)| *turn < Turn::Calling);
@@ -250,14 +258,19 @@ enum Turn {
     Calling,
 }
 
-/// Returns a connection's place in the closing order. None if the connection must stay open.
-fn turn(standing: &Standing) -> Option<Turn> {
-    let turn = match (standing.has_calls(), standing.has_called()) {
+/// Returns a connection's place in the closing order.
+fn turn(standing: &Standing) -> Turn {
+    match (standing.has_calls(), standing.has_called()) {
         (true, _) => Turn::Calling,
         (false, true) => Turn::Quiet,
         (false, false) => Turn::Unused,
-    };
-    let patience = if turn == Turn::Calling { CALL } else { SETTLED };
-    let waited = if turn == Turn::Calling { standing.age() } else { standing.quiet_for() };
-    (!standing.account.is_vouched() && waited >= patience).then_some(turn)
+    }
+}
+
+/// Returns whether a connection was open for long enough to be closed.
+fn has_waited(standing: &Standing, turn: Turn) -> bool {
+    match turn {
+        Turn::Calling => standing.age() >= CALL,
+        Turn::Unused | Turn::Quiet => standing.quiet_for() >= SETTLED,
+    }
 }
