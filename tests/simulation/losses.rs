@@ -2,12 +2,13 @@
 
 use std::{
     collections::BTreeSet,
+    slice,
     sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
 };
 
 use longshore_engine::step::Wanted;
-use longshore_proto::{Epoch, Version};
+use longshore_proto::{Epoch, ServerId, Version};
 
 use crate::{
     Cluster, LONGEST, Process,
@@ -67,6 +68,13 @@ impl Cluster {
                 self.until_whole().await;
             }
         }
+    }
+
+    /// The numbers of those servers in the job, as the newest placement says.
+    fn numbers_of(&self, addresses: &[String]) -> Vec<ServerId> {
+        let placement = self.placement();
+        let is_named = |server: &ServerId| addresses.contains(&placement.servers[server.0 as usize]);
+        placement.members().filter(is_named).collect()
     }
 
     pub(crate) fn epoch(&self) -> Option<Epoch> {
@@ -129,10 +137,11 @@ impl Cluster {
 
     /// Tells each server that answers which ones are lost, and that the job shall stay on the others.
     fn repeat(&self) {
-        let lost: Vec<String> = lock(&self.lost).iter().map(|&lost| self.addresses[lost].clone()).collect();
+        let is_lost = |member: &String| lock(&self.lost).iter().any(|&lost| self.addresses[lost] == *member);
         let is_unsaid = |member: &String| lock(&self.unsaid).iter().any(|&of| self.addresses[of] == *member);
         let members = self.members().into_iter().filter(|member| !is_unsaid(member));
-        let (lost, servers) = members.partition(|member| lost.contains(member));
+        let (lost, servers): (Vec<String>, _) = members.partition(is_lost);
+        let lost = self.numbers_of(&lost);
         let asked_micros = self.sim.now().as_micros() as u64;
         let wanted = Wanted { servers, asked_micros, lost, ..Wanted::default() };
         // A decision may have dropped the other holder while the operator's word was on its way.
@@ -163,9 +172,9 @@ impl Cluster {
             }
         }
         let address = self.addresses[number].clone();
-        let lost = || lock(&self.lost).iter().map(|&lost| self.addresses[lost].clone()).collect();
         lock(&self.lost).insert(number);
-        let wanted = Wanted { lost: lost(), ..Wanted::default() };
+        let lost: Vec<String> = lock(&self.lost).iter().map(|&lost| self.addresses[lost].clone()).collect();
+        let wanted = Wanted { lost: self.numbers_of(&lost), ..Wanted::default() };
         let is_last = |(_, server): (_, Arc<Server>)| server.last_after(wanted.clone()).is_some();
         if of.len() < 2 || !members.contains(&address) || self.living().any(is_last) {
             lock(&self.lost).remove(&number);
@@ -248,7 +257,7 @@ impl Cluster {
             lock(&self.lost).remove(&number);
         }
         let address = &self.addresses[number];
-        let lost = Wanted { lost: vec![address.clone()], ..Wanted::default() };
+        let lost = Wanted { lost: self.numbers_of(&[address.clone()]), ..Wanted::default() };
         // A server that wakes up has an earlier placement until rank 0 ends the job there.
         let has_job = || {
             let there = lock(&self.servers)[number].clone();
@@ -304,11 +313,14 @@ impl Cluster {
     async fn give_up(&self, address: &str) -> bool {
         let sim = &self.sim;
         let members = self.members();
-        let lost = vec![address.to_string()];
+        let lost = self.numbers_of(&[address.to_string()]);
         let living = self.living().filter(|(server, _)| members.contains(&self.addresses[*server]));
         let mut living: Vec<_> = living.collect();
-        let known: Vec<String> = living.iter().flat_map(|(_, server)| server.wanted().lost).collect();
-        let stays = |member: &&String| *member != address && !known.contains(member);
+        let known: Vec<ServerId> = living.iter().flat_map(|(_, server)| server.wanted().lost).collect();
+        let stays = |member: &&String| {
+            *member != address
+                && self.numbers_of(slice::from_ref(*member)).iter().all(|of| !known.contains(of))
+        };
         let mut servers: Vec<String> = members.iter().filter(stays).cloned().collect();
         let spare = self.living().map(|(server, _)| &self.addresses[server]);
         let spare: Vec<&String> = spare.filter(|spare| !members.contains(spare)).collect();

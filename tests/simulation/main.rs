@@ -23,7 +23,7 @@ use std::{
 };
 
 use longshore_engine::step::Wanted;
-use longshore_proto::{Epoch, Rank, ServerId, TierKind, Version};
+use longshore_proto::{Epoch, Placement, Rank, ServerId, TierKind, Version};
 use longshore_worker::{Error, Schedule, session::Joined};
 
 use crate::{
@@ -262,11 +262,14 @@ impl Cluster {
 
     /// The servers that the job has by now, as a launcher finds them.
     fn members(&self) -> Vec<String> {
-        let placements: Vec<_> = self.living().filter_map(|(_, server)| server.placement()).collect();
-        let newest = placements.iter().max_by_key(|(version, placement)| (*version, placement.epoch));
+        self.placement().addresses().map(str::to_string).collect()
+    }
+
+    fn placement(&self) -> Placement {
+        let placements = self.living().filter_map(|(_, server)| server.placement());
+        let newest = placements.max_by_key(|(version, placement)| (*version, placement.epoch));
         let newest = newest.map(|(_, placement)| placement).filter(|placement| placement.epoch > Epoch(1));
-        let newest = newest.unwrap_or(&self.oracle.placement);
-        newest.servers.iter().filter(|address| !address.is_empty()).cloned().collect()
+        newest.unwrap_or_else(|| self.oracle.placement.clone())
     }
 
     fn steps(&self) -> u64 {

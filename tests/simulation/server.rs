@@ -494,7 +494,7 @@ impl Server {
             let is_changed = placement.epoch > Epoch(1) || instance.wanted.asked_micros > 0;
             let scaling = v1::Scaling {
                 wanted: instance.wanted.servers.clone(),
-                lost: instance.wanted.lost.clone(),
+                lost: instance.wanted.lost.iter().map(|server| server.0).collect(),
                 asked_micros: instance.wanted.asked_micros,
                 epoch: placement.epoch.0,
                 awaited_shards: instance.machine.lacking() as u32,
@@ -873,6 +873,7 @@ impl Server {
                 told = wanted.words;
                 let Wanted { servers, asked_micros, max_exposed, tier, lost, .. } = wanted;
                 let tier = tier.map_or(0, TierKind::number);
+                let lost = lost.into_iter().map(|server| server.0).collect();
                 let wanted = v1::Wanted { servers, asked_micros, lost, max_exposed, tier };
                 let event = Some(v1::event::Event::Wanted(wanted));
                 if !outgoing.send(&v1::Event { event }).await {

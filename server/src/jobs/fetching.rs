@@ -262,7 +262,7 @@ impl JobHandle {
                 Err(_) => silent(awaited),
             };
             let is_member = self.job.placement().members().any(|server| server == awaited.source);
-            let is_lost = self.wanted().lost.contains(&awaited.address);
+            let is_lost = self.wanted().lost.contains(&awaited.source);
             if !is_member || is_lost || !matches!(fault.kind, FaultKind::Unavailable | FaultKind::Deadline) {
                 return;
             }

@@ -7,7 +7,7 @@ use std::{
 
 use longshore_engine::{checkpoint::Store, step::Wanted};
 use longshore_proto::{
-    Fault, FaultKind, Incarnation, JobSpec, Version, check_max_exposed,
+    Fault, FaultKind, Incarnation, JobSpec, ServerId, Version, check_max_exposed,
     limits::{DEFAULT_DEADLINE_MS, MAX_SERVERS},
 };
 use longshore_wire::{
@@ -234,8 +234,14 @@ impl Services {
             ));
         }
         // A server that a decision has taken out of the job since the caller looked is named for nothing.
+        let placement = handle.job.placement();
+        let addresses = |lost: &[ServerId]| {
+            let named = lost.iter().filter_map(|server| placement.servers.get(server.0 as usize)).cloned();
+            named.collect::<Vec<_>>()
+        };
+        let lost: Vec<ServerId> = request.lost.iter().copied().map(ServerId).collect();
         let is_wanted = |lost: &&String| servers.contains(lost) || request.lost.len() > MAX_SERVERS;
-        if let Some(lost) = request.lost.iter().find(is_wanted) {
+        if let Some(lost) = addresses(&lost).iter().find(is_wanted) {
             let limit = format!("at most {MAX_SERVERS} servers, none of which is named to train on");
             return Err(Fault::invalid("lost", lost, limit, "name the servers that Admin.Describe shows"));
         }
@@ -247,13 +253,13 @@ impl Services {
         if let Some(tier) = tier {
             JobSpec { tier, ..handle.job.spec().clone() }.validate()?;
         }
-        let v1::ScaleRequest { lost, max_exposed, .. } = request;
+        let max_exposed = request.max_exposed;
         let asked_micros = if is_word { 0 } else { request.asked_micros };
         let wanted = Wanted { servers, asked_micros, max_exposed, tier, lost, words: 0 };
         let mut then = handle.wanted();
-        then.take(wanted.clone(), &handle.job.placement());
+        then.take(wanted.clone(), &placement);
         if let Some(shard) = handle.job.last_of(&then.lost) {
-            let value = format!("{}, with the last of {shard}", then.lost.join(","));
+            let value = format!("{}, with the last of {shard}", addresses(&then.lost).join(","));
             let remedy =
                 "start that server again if its tier keeps state, or `longshore restore` the last checkpoint";
             return Err(Fault::new(
@@ -267,7 +273,7 @@ impl Services {
         if request.check {
             return Ok(());
         }
-        tracing::info!(job = request.job, servers = ?wanted.servers, lost = ?wanted.lost, "other servers are wanted");
+        tracing::info!(job = request.job, servers = ?wanted.servers, lost = ?addresses(&wanted.lost), "other servers are wanted");
         handle.want(wanted);
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Conversion of engine types to wire messages.
 
 use longshore_engine::step::{Phase, Progress, RankProgress, Restoring};
-use longshore_proto::Epoch;
+use longshore_proto::{Epoch, ServerId};
 use longshore_wire::{Wire, left_outs_to_wire, v1};
 
 use crate::{
@@ -45,6 +45,10 @@ pub(super) fn rank(rank: RankProgress, transport: &str, watches: bool) -> v1::Ra
     }
 }
 
+pub(super) fn numbers(servers: &[ServerId]) -> Vec<u32> {
+    servers.iter().map(|server| server.0).collect()
+}
+
 /// Returns None for a job whose servers never changed.
 pub(crate) fn scaling(handle: &JobHandle) -> Option<v1::Scaling> {
     let (wanted, fetched, awaited) = (handle.wanted(), handle.fetching.fetched(), handle.job.lacking());
@@ -54,7 +58,7 @@ pub(crate) fn scaling(handle: &JobHandle) -> Option<v1::Scaling> {
     }
     Some(v1::Scaling {
         wanted: wanted.servers,
-        lost: wanted.lost,
+        lost: numbers(&wanted.lost),
         unreplicated_shards: placement.unreplicated() as u32,
         asked_micros: wanted.asked_micros,
         epoch: placement.epoch.0,

@@ -11,7 +11,9 @@ use longshore_wire::{
 use tokio::time::Instant;
 
 use super::{
-    Services, default_deadline, refuse,
+    Services,
+    convert::numbers,
+    default_deadline, refuse,
     room::{Answers, Room, answers},
 };
 use crate::jobs::JobHandle;
@@ -111,6 +113,7 @@ impl News {
             News::Wanted(wanted) => {
                 let Wanted { servers, asked_micros, max_exposed, tier, lost, .. } = wanted.clone();
                 let tier = tier.map_or(0, TierKind::number);
+                let lost = numbers(&lost);
                 event::Event::Wanted(v1::Wanted { servers, asked_micros, lost, max_exposed, tier })
             }
         };

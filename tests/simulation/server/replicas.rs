@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use longshore_engine::{ids::OwnedShard, step::Wanted};
-use longshore_proto::{Epoch, Fault, FaultKind, ShardId, Version};
+use longshore_proto::{Epoch, Fault, FaultKind, ServerId, ShardId, Version};
 use longshore_wire::v1;
 
 use super::{Instance, Server};
@@ -25,7 +25,8 @@ impl Server {
 
     /// Takes a rank's word that servers are lost.
     pub(super) fn scale(&self, request: v1::ScaleRequest) -> Result<v1::ScaleResponse, Fault> {
-        let wanted = Wanted { lost: request.lost, ..Wanted::default() };
+        let lost = request.lost.into_iter().map(ServerId).collect();
+        let wanted = Wanted { lost, ..Wanted::default() };
         if let Some(shard) = self.last_after(wanted.clone()) {
             let value = format!("{:?}, with the last of {shard}", wanted.lost);
             return Err(Fault::new(FaultKind::Precondition, "lost", value, "held by others too", "restore"));
@@ -49,10 +50,7 @@ impl Server {
         then.take(wanted, machine.placement());
         let lost = &then.lost;
         if self.oracle.has(Plant::UnfetchedCounts) {
-            let placement = machine.placement();
-            let is_lost = |server| lost.contains(&placement.servers[server]);
-            let lost: Vec<_> = placement.members().filter(|server| is_lost(server.0 as usize)).collect();
-            return placement.last_of(&lost);
+            return machine.placement().last_of(lost);
         }
         machine.last_of(lost)
     }

@@ -22,8 +22,8 @@ use crate::{
 struct Reached {
     /// By place in the list.
     peers: BTreeMap<ServerId, Peer>,
-    /// Addresses of servers that are gone for good.
-    lost: Vec<String>,
+    /// Servers that are gone for good.
+    lost: Vec<ServerId>,
 }
 
 impl Cluster {
@@ -69,9 +69,8 @@ impl Cluster {
                 }
             }
         }
-        let is_lost = |server: &ServerId| lost.contains(&placement.servers[server.0 as usize]);
         let (mut gone, mut connected): (Vec<ServerId>, Vec<ServerId>) =
-            placement.members().partition(is_lost);
+            placement.members().partition(|server| lost.contains(server));
         if placement.last_of(&gone).is_some() {
             connected.append(&mut gone);
             connected.sort_unstable();
@@ -166,40 +165,41 @@ impl Cluster {
         let known =
             || peers.iter().zip(&seen).filter_map(|(peer, seen)| Some((peer, seen.as_ref().ok()?.as_ref()?)));
         let farthest = known().max_by_key(|(_, seen)| seen.progress());
-        let placement = match farthest.filter(|(_, seen)| seen.changed) {
+        // Words on losses name servers by their number in the job, which the list of this rank may not have in order.
+        let placement = match farthest {
             Some((peer, _)) => placement_of(peer, job).await,
             None => Some(Placement::clone(&self.placement())),
         };
         let Some(placement) = placement else { return false };
         reached.lost = known().flat_map(|(_, seen)| seen.lost.clone()).collect();
-        let is_reached = |address: &str, peers: &[Peer]| peers.iter().any(|peer| peer.address == address);
-        let is_awaited =
-            |address: &&str| !is_reached(address, &peers) && !reached.lost.iter().any(|lost| lost == address);
-        if servers
-            .iter()
-            .map(String::as_str)
-            .filter(is_awaited)
-            .all(|address| placement.addresses().all(|of| of != address))
-        {
+        let is_reached = |address: &str| peers.iter().any(|peer| peer.address == address);
+        let mut awaited = placement.members().filter(|server| !reached.lost.contains(server));
+        let is_awaited = |address: &str| is_listed(servers, address) && !is_reached(address);
+        if !awaited.any(|server| is_awaited(&placement.servers[server.0 as usize])) {
             return true;
         }
         if self.options.rank == Rank(0) && start.elapsed() >= self.silence() {
             // Servers that the job was moved to need not be listed.
             let soon = (Instant::now(), Instant::now() + GLANCE);
-            let is_listed = |address: &str| servers.iter().any(|listed| listed == address);
-            let unlisted = placement.addresses().filter(|address| !is_listed(address));
+            let unlisted = placement.addresses().filter(|address| !is_listed(servers, address));
             let met = join_all(unlisted.map(|address| self.dial(address, soon))).await;
             let met: Vec<Peer> = met.into_iter().flatten().collect();
             seen.extend(seen_by(&met, job).await);
             peers.extend(met);
             let answer = |address: &str| match peers.iter().position(|peer| peer.address == address) {
                 Some(at) => Answer::of(&seen[at]),
-                None if is_listed(address) || start.elapsed() >= 2 * self.silence() => Answer::SilentForLong,
+                None if is_listed(servers, address) || start.elapsed() >= 2 * self.silence() => {
+                    Answer::SilentForLong
+                }
                 None => Answer::Silent,
             };
+            let address = |server: ServerId| &*placement.servers[server.0 as usize];
             let answers: Vec<_> =
-                placement.addresses().map(|address| (address.to_string(), answer(address))).collect();
-            reached.lost.extend(self.say_lost(&answers, answers.len(), &peers).await);
+                placement.members().map(|server| (server, answer(address(server)))).collect();
+            let known = |server: ServerId| peers.iter().find(|peer| peer.address == address(server)).cloned();
+            let peers: BTreeMap<ServerId, Peer> =
+                placement.members().filter_map(|server| Some((server, known(server)?))).collect();
+            reached.lost.extend(self.say_lost(&answers, &placement, &peers).await);
         }
         false
     }
@@ -214,6 +214,10 @@ impl Cluster {
         }
         Peer::connect(address, self.credentials.as_ref(), connections, self.pace.as_ref(), time).await
     }
+}
+
+fn is_listed(servers: &[String], address: &str) -> bool {
+    servers.iter().any(|listed| listed == address)
 }
 
 async fn seen_by(peers: &[Peer], job: &str) -> Vec<Result<Option<Seen>, Fault>> {

@@ -11,7 +11,7 @@ use std::{
 };
 
 use futures_util::future::{join, join_all};
-use longshore_proto::{Fault, Incarnation, Rank, ServerId};
+use longshore_proto::{Fault, Incarnation, Placement, Rank, ServerId};
 use longshore_wire::{
     Wire, fault_from_status,
     v1::{DescribeResponse, Phase, RetireRequest, ScaleRequest},
@@ -59,7 +59,7 @@ impl Answer {
 
 /// Returns the servers to give up. None while a server may still answer or has no state yet, and no silent one unless most
 /// of the `members` answer.
-fn lost(answers: &[(String, Answer)], members: usize) -> Vec<String> {
+fn lost(answers: &[(ServerId, Answer)], members: usize) -> Vec<ServerId> {
     let count = |of: Answer| answers.iter().filter(|(_, answer)| *answer == of).count();
     let (filled, silent) = (count(Answer::Filled), count(Answer::SilentForLong));
     let may_change = count(Answer::Silent) + count(Answer::Loading) > 0;
@@ -67,7 +67,7 @@ fn lost(answers: &[(String, Answer)], members: usize) -> Vec<String> {
         return Vec::new();
     }
     let lost = answers.iter().filter(|(_, answer)| *answer != Answer::Filled);
-    lost.map(|(address, _)| address.clone()).collect()
+    lost.map(|(server, _)| *server).collect()
 }
 
 impl Cluster {
@@ -76,25 +76,29 @@ impl Cluster {
         self.options.deadline / 3
     }
 
-    /// Tells servers which ones are lost, by their answers, unless one of them has the last of a shard. Returns the
-    /// addresses of the lost ones.
+    /// Tells servers which ones are lost, by their answers, unless one of them has the last of a shard. Returns the lost
+    /// ones.
     pub(super) async fn say_lost(
         &self,
-        answers: &[(String, Answer)],
-        members: usize,
-        peers: &[Peer],
-    ) -> Vec<String> {
-        let lost = lost(answers, members);
-        let tells = |peer: &&Peer| {
-            answers.iter().any(|(of, answer)| *of == peer.address && *answer == Answer::Filled)
-        };
+        answers: &[(ServerId, Answer)],
+        placement: &Placement,
+        peers: &BTreeMap<ServerId, Peer>,
+    ) -> Vec<ServerId> {
+        let lost = lost(answers, placement.members().count());
+        let filled = answers.iter().filter(|(_, answer)| *answer == Answer::Filled);
+        let told: Vec<&Peer> = filled.filter_map(|(server, _)| peers.get(server)).collect();
+        let numbers: Vec<u32> = lost.iter().map(|server| server.0).collect();
         for check in [true, false] {
             if lost.is_empty() {
                 break;
             }
-            let request =
-                ScaleRequest { job: self.job().to_string(), lost: lost.clone(), check, ..Default::default() };
-            let told = peers.iter().filter(tells).map(async |peer| {
+            let request = ScaleRequest {
+                job: self.job().to_string(),
+                lost: numbers.clone(),
+                check,
+                ..Default::default()
+            };
+            let told = told.iter().map(async |peer| {
                 let told = host::timeout(GLANCE, peer.admin().scale(request.clone())).await;
                 let told = told.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer")));
                 told.map_err(|status| fault_from_status(&status, &peer.address))
@@ -111,6 +115,7 @@ impl Cluster {
                 Some((_, Answer::Forgetful)) => "was started again and holds nothing of the job",
                 _ => "is silent, and most servers answer",
             };
+            let server = &placement.servers[server.0 as usize];
             tracing::warn!(job = %self.job(), server, reason, "given up as lost");
         }
         lost
@@ -210,11 +215,10 @@ impl Losses {
             answer
         };
         let members = placement.members().filter(|&server| !cluster.has_left(server));
-        let address = |server: ServerId| placement.servers[server.0 as usize].clone();
-        let answers: Vec<_> = members.map(|server| (address(server), answer(server))).collect();
-        let peers: Vec<Peer> = cluster.servers().map(|server| cluster.peer(server).clone()).collect();
-        let lost = cluster.say_lost(&answers, placement.members().count(), &peers).await;
-        gone.extend(placement.members().filter(|server| lost.contains(&address(*server))));
+        let answers: Vec<_> = members.map(|server| (server, answer(server))).collect();
+        let peers = cluster.servers().map(|server| (server, cluster.peer(server).clone())).collect();
+        let lost = cluster.say_lost(&answers, &placement, &peers).await;
+        gone.extend(&lost);
         cluster.give_up(&lost);
     }
 }
@@ -238,12 +242,13 @@ mod tests {
     #[test]
     fn only_most_servers_give_up_silent_ones() {
         let lost = |answers: &[Answer], members: usize| {
-            let named = answers.iter().enumerate().map(|(at, answer)| (at.to_string(), *answer));
-            lost(&named.collect::<Vec<_>>(), members)
+            let named = (0..).map(ServerId).zip(answers.iter().copied());
+            let lost = lost(&named.collect::<Vec<_>>(), members);
+            lost.into_iter().map(|server| server.0).collect::<Vec<_>>()
         };
-        assert_eq!(lost(&[Filled, SilentForLong, Filled], 3), ["1"]);
-        assert_eq!(lost(&[Filled, Forgetful], 2), ["1"]);
-        assert_eq!(lost(&[Forgetful, Filled, SilentForLong, Filled, Filled], 5), ["0", "2"]);
+        assert_eq!(lost(&[Filled, SilentForLong, Filled], 3), [1]);
+        assert_eq!(lost(&[Filled, Forgetful], 2), [1]);
+        assert_eq!(lost(&[Forgetful, Filled, SilentForLong, Filled, Filled], 5), [0, 2]);
         let nothing = [
             (&[Filled, Filled, Filled][..], 3),
             (&[Filled, SilentForLong], 2),
@@ -256,7 +261,7 @@ mod tests {
             (&[Forgetful, Forgetful], 2),
         ];
         for (answers, members) in nothing {
-            assert_eq!(lost(answers, members), [""; 0], "{answers:?}");
+            assert_eq!(lost(answers, members), [0; 0], "{answers:?}");
         }
     }
 }

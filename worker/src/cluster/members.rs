@@ -73,11 +73,10 @@ impl Members {
         });
     }
 
-    pub(super) fn give_up(&self, addresses: &[String]) {
+    pub(super) fn give_up(&self, named: &[ServerId]) {
         self.change(|state| {
             let placement = &state.placement;
-            let is_named = |server: &ServerId| addresses.contains(&placement.servers[server.0 as usize]);
-            let lost: Vec<ServerId> = placement.members().filter(is_named).collect();
+            let lost: Vec<ServerId> = placement.members().filter(|member| named.contains(member)).collect();
             if placement.last_of(&lost).is_none() {
                 state.connected.retain(|server| !lost.contains(server));
                 state.lost.extend(lost);
@@ -172,15 +171,16 @@ impl Cluster {
 
     /// Takes an operator's word that these servers are gone for good: they are waited for no more. Ignored where nothing
     /// would be left of a shard.
-    pub(crate) fn give_up(&self, addresses: &[String]) {
-        self.members.give_up(addresses);
+    pub(crate) fn give_up(&self, lost: &[ServerId]) {
+        self.members.give_up(lost);
     }
 
     /// Asks every server which ones are given up: one that was given up itself may not know. Returns the answers.
     pub(crate) async fn hear_of_losses(&self) -> ByServer<Result<DescribeResponse>> {
         let answers = self.on_each(|server| self.glance(server)).await;
         let scaling = answers.values().flatten().filter_map(|answer| answer.scaling.as_ref());
-        self.give_up(&scaling.flat_map(|scaling| scaling.lost.clone()).collect::<Vec<_>>());
+        let lost = scaling.flat_map(|scaling| scaling.lost.iter().copied().map(ServerId));
+        self.give_up(&lost.collect::<Vec<_>>());
         answers
     }
 
@@ -392,8 +392,8 @@ pub(super) enum Discovered {
         placement: Placement,
         /// The number by which each peer takes part in it.
         numbers: Vec<Option<ServerId>>,
-        /// Addresses of servers that are given up.
-        lost: Vec<String>,
+        /// Servers that are given up.
+        lost: Vec<ServerId>,
     },
     /// No server knows of another placement than the first one. `has_job` is a peer with the job.
     Unchanged { has_job: Option<usize> },
@@ -422,7 +422,7 @@ pub(super) async fn discover(job: &str, peers: &[Peer], (end, recovered): (Insta
         let mut missing = answers.iter().position(Result::is_err).unwrap_or_default();
         if is_known || answers.iter().all(Result::is_ok) {
             let answers: Vec<_> = answers.into_iter().map(|answer| answer.ok().flatten()).collect();
-            let lost: Vec<String> = answers.iter().flatten().flat_map(|seen| seen.lost.clone()).collect();
+            let lost: Vec<ServerId> = answers.iter().flatten().flat_map(|seen| seen.lost.clone()).collect();
             let farthest = (0..peers.len())
                 .filter(|&at| answers[at].is_some())
                 .max_by_key(|&at| answers[at].as_ref().map(Seen::progress));
@@ -455,8 +455,8 @@ pub(super) struct Seen {
     pub(super) changed: bool,
     /// The server waits for weights.
     pub(super) is_loading: bool,
-    /// Addresses of servers that are given up.
-    pub(super) lost: Vec<String>,
+    /// Servers that are given up.
+    pub(super) lost: Vec<ServerId>,
 }
 
 impl Seen {
@@ -478,7 +478,7 @@ pub(super) async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<S
             let (version, is_loading) = (Version(progress.version), progress.phase() == Phase::Loading);
             let (server, changed) = (ServerId(answer.server), answer.scaling.is_some());
             let scaling = answer.scaling.unwrap_or_default();
-            let (epoch, lost) = (Epoch(scaling.epoch), scaling.lost);
+            let (epoch, lost) = (Epoch(scaling.epoch), scaling.lost.into_iter().map(ServerId).collect());
             Ok(Some(Seen { version, server, epoch, changed, is_loading, lost }))
         }
         Err(status) if matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded) => {

@@ -184,7 +184,8 @@ impl Watcher {
                 self.committed(commit)?;
             }
             Some(event::Event::Wanted(wanted)) => {
-                self.cluster.give_up(&wanted.lost);
+                let lost: Vec<ServerId> = wanted.lost.iter().copied().map(ServerId).collect();
+                self.cluster.give_up(&lost);
                 drop(self.shared.wanted.send_replace(wanted));
             }
             Some(event::Event::Paused(paused)) => self.cluster.waits.paused(&paused.reason),

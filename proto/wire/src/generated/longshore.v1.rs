@@ -1634,15 +1634,15 @@ pub struct Wanted {
     /// when it was asked for, in microseconds since 1970: the latest wish counts
     #[prost(uint64, tag = "2")]
     pub asked_micros: u64,
-    /// addresses of servers that are gone for good
-    #[prost(string, repeated, tag = "3")]
-    pub lost: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// ScaleRequest.max_exposed; 0: 0.05
     #[prost(double, tag = "4")]
     pub max_exposed: f64,
     /// ScaleRequest.tier
     #[prost(enumeration = "Tier", tag = "5")]
     pub tier: i32,
+    /// ScaleRequest.lost
+    #[prost(uint32, repeated, tag = "6")]
+    pub lost: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Paused {
@@ -3156,15 +3156,15 @@ pub struct ScaleRequest {
     /// keep no wish: refuse what the wish would be refused for
     #[prost(bool, tag = "4")]
     pub check: bool,
-    /// addresses of servers that are gone for good: no longer waited for
-    #[prost(string, repeated, tag = "5")]
-    pub lost: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// largest part of a step that updates may wait for moves, above 0, at most 1; 0: 0.05
     #[prost(double, tag = "6")]
     pub max_exposed: f64,
     /// the job's on new servers; unspecified: that of the present servers
     #[prost(enumeration = "Tier", tag = "7")]
     pub tier: i32,
+    /// Numbers of servers that are gone for good: no longer waited for. A number is never given twice, and an address may come back.
+    #[prost(uint32, repeated, tag = "8")]
+    pub lost: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ScaleResponse {}
@@ -3193,12 +3193,12 @@ pub struct Scaling {
     /// asked_micros of the newest wish that is fulfilled
     #[prost(uint64, tag = "8")]
     pub reached_micros: u64,
-    /// of the wish: servers that are gone for good
-    #[prost(string, repeated, tag = "9")]
-    pub lost: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// shards of a job with replicas that have none now
     #[prost(uint32, tag = "10")]
     pub unreplicated_shards: u32,
+    /// numbers of servers that are gone for good, as an operator or rank 0 says
+    #[prost(uint32, repeated, tag = "11")]
+    pub lost: ::prost::alloc::vec::Vec<u32>,
     /// of the placement
     #[prost(uint64, tag = "20")]
     pub epoch: u64,

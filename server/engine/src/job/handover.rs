@@ -130,12 +130,12 @@ impl Job {
     }
 
     /// Returns a shard of which nothing is left once these servers are lost, as far as this server knows.
-    pub fn last_of(&self, lost: &[String]) -> Option<ShardId> {
+    pub fn last_of(&self, lost: &[ServerId]) -> Option<ShardId> {
         self.protocol.machine().last_of(lost)
     }
 
     /// Ends the waits for servers that are lost. Returns the updates that waited for replicas there.
-    pub fn lose(&self, lost: Vec<String>) -> Vec<Work> {
+    pub fn lose(&self, lost: Vec<ServerId>) -> Vec<Work> {
         self.protocol.machine().lose(lost)
     }
 

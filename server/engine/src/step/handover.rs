@@ -276,7 +276,7 @@ impl Machine {
     }
 
     /// Ends the waits for these servers, which are lost. Returns the updates that waited for replicas there.
-    pub fn lose(&mut self, lost: Vec<String>) -> Vec<Work> {
+    pub fn lose(&mut self, lost: Vec<ServerId>) -> Vec<Work> {
         self.lost = lost;
         self.forsake();
         self.release_held().collect()
@@ -290,7 +290,7 @@ impl Machine {
         }
         for index in 0..self.shards.len() {
             let shard = &self.shards[index];
-            let is_lost = |server| self.lost.iter().any(|lost| lost == self.address(server));
+            let is_lost = |server| self.lost.contains(&server);
             let is_forsaken = shard.awaited && is_lost(self.came(shard).source);
             let is_lent_there = self.placement.replica(shard.shard).is_some_and(is_lost);
             let (shard, version) = (&mut self.shards[index], self.version.0);

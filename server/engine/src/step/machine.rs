@@ -166,8 +166,8 @@ pub struct Machine {
     pub(super) has_moved: bool,
     /// The placement changed after the version was decided, and rank 0 has not joined since. Other ranks wait for rank 0.
     pub(super) is_placed: bool,
-    /// Addresses of servers that are gone for good, as an operator says.
-    pub(super) lost: Vec<String>,
+    /// Servers that are gone for good, as an operator or rank 0 says.
+    pub(super) lost: Vec<ServerId>,
     /// Updates that wait for a shard's state or for its update of the step before.
     pub(super) held: Vec<(OwnedShard, Step)>,
     /// The last pause or resume since the version was decided.

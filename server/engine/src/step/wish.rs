@@ -13,8 +13,8 @@ pub struct Wanted {
     pub max_exposed: f64,
     /// Tier of the job on new servers. None: that of the job's servers.
     pub tier: Option<TierKind>,
-    /// Addresses of servers that are gone for good, as an operator or rank 0 says.
-    pub lost: Vec<String>,
+    /// Servers that are gone for good, as an operator or rank 0 says.
+    pub lost: Vec<ServerId>,
     /// Number of words so far, by which a watcher knows what it has heard. An operator's clock may be late.
     pub words: u64,
 }
@@ -26,40 +26,40 @@ impl Wanted {
     /// Rank 0 gives servers up without a wish. The job may have those back, so the earlier wish stays, or the members.
     pub fn take(&mut self, wanted: Wanted, placement: &Placement) {
         let (mut lost, words) = (std::mem::take(&mut self.lost), self.words + 1);
-        lost.retain(|lost| !wanted.servers.contains(lost) && !wanted.lost.contains(lost));
-        lost.extend(wanted.lost.iter().cloned());
+        let address = |server: &ServerId| placement.servers.get(server.0 as usize);
+        let is_named = |server: &ServerId| address(server).is_some_and(|of| wanted.servers.contains(of));
+        lost.retain(|lost| !is_named(lost) && !wanted.lost.contains(lost));
+        lost.extend(&wanted.lost);
         if !wanted.servers.is_empty() {
             if self.asked_micros < wanted.asked_micros {
                 *self = wanted;
             }
-            self.servers.retain(|server| !lost.contains(server));
+            self.servers.retain(|server| !lost.iter().any(|lost| address(lost) == Some(server)));
         } else if self.servers.is_empty() {
             (self.servers, self.asked_micros) = (placement.addresses().map(str::to_string).collect(), 1);
         }
         (self.lost, self.words) = (lost, words);
-        // A late word of a loss, after its decision, would count against the server's next number in the job.
+        // A word may come after the decision that it led to.
         self.forget_losses(placement);
     }
 
     /// Forgets the lost servers that are not in the placement any more.
     pub fn forget_losses(&mut self, placement: &Placement) {
-        self.lost.retain(|lost| placement.addresses().any(|address| address == lost));
+        self.lost.retain(|lost| placement.members().any(|member| member == *lost));
     }
 }
 
 impl Machine {
     /// Returns a shard of which nothing is left once these servers are lost, as far as this server knows. State on its way
     /// from a lost server to this one is lost too, unless another server has it.
-    pub fn last_of(&self, lost: &[String]) -> Option<ShardId> {
+    pub fn last_of(&self, lost: &[ServerId]) -> Option<ShardId> {
         let placement = self.placement();
-        let is_lost = |server: &ServerId| lost.contains(&placement.servers[server.0 as usize]);
-        let lost: Vec<ServerId> = placement.members().filter(is_lost).collect();
         let is_last = |of: &Awaited| {
             let mut holders = placement.holders_at(of.shard, Step(u64::MAX));
             lost.contains(&of.source) && holders.all(|of| of == self.server || lost.contains(&of))
         };
         let unfetched = || self.unfinished().find(is_last).map(|of| of.shard);
-        placement.last_of(&lost).or_else(unfetched)
+        placement.last_of(lost).or_else(unfetched)
     }
 }
 
@@ -70,9 +70,9 @@ mod tests {
     #[test]
     fn a_word_of_a_loss_that_comes_after_its_decision_is_not_kept() {
         let placement = Placement::striped(["a", "b"].map(String::from).to_vec(), 4);
-        let lost = ["b", "c"].map(String::from).to_vec();
+        let lost = [1, 2].map(ServerId).to_vec();
         let mut known = Wanted::default();
         known.take(Wanted { lost, ..Wanted::default() }, &placement);
-        assert_eq!((known.lost, known.words), (vec!["b".to_string()], 1));
+        assert_eq!((known.lost, known.words), (vec![ServerId(1)], 1));
     }
 }

@@ -128,9 +128,8 @@ impl Cluster {
     pub(crate) fn lose(&mut self, server: usize) {
         self.lost.insert(server);
         self.works[server].clear();
-        let lost = [self.placement.servers[server].clone()];
         for living in self.living() {
-            let works = self.jobs[living].lose(lost.to_vec());
+            let works = self.jobs[living].lose(vec![ServerId(server as u32)]);
             self.works[living].extend(works);
         }
     }

@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::Context;
-use longshore_proto::{Fault, FaultKind, JobSpec, Placement, Rank, TierKind, check_max_exposed};
+use longshore_proto::{Fault, FaultKind, JobSpec, Placement, Rank, ServerId, TierKind, check_max_exposed};
 use longshore_wire::{Wire, v1};
 use longshore_worker::{
     Error, Options, Session,
@@ -90,6 +90,13 @@ impl Seen {
     fn members(&self) -> Vec<String> {
         let servers = &self.placement.servers;
         self.placement.members().map(|server| servers[server.0 as usize].clone()).collect()
+    }
+
+    /// The numbers of those servers that the job has.
+    fn numbers_of(&self, addresses: &[String]) -> Vec<u32> {
+        let servers = &self.placement.servers;
+        let is_named = |server: &ServerId| addresses.contains(&servers[server.0 as usize]);
+        self.placement.members().filter(is_named).map(|server| server.0).collect()
     }
 
     fn scaling(&self) -> impl Iterator<Item = &v1::Scaling> {
@@ -231,7 +238,9 @@ impl Args {
             let members = seen.members();
             let mut wanted = wanted(&members)?;
             // Every server of the job keeps the wish, also one that --servers does not name.
+            let servers = &seen.placement.servers;
             let known_lost = seen.scaling().flat_map(|scaling| &scaling.lost);
+            let known_lost = known_lost.filter_map(|&server| servers.get(server as usize));
             let lost: BTreeSet<&String> = self.lost.iter().chain(known_lost).collect();
             // A server that was given up before is a member until the next decision. Only its name takes that back.
             let is_named = |server: &String| self.to.contains(server) || self.add.contains(server);
@@ -246,7 +255,7 @@ impl Args {
                 servers: wanted.clone(),
                 asked_micros,
                 check: true,
-                lost: self.lost.clone(),
+                lost: seen.numbers_of(&self.lost),
                 max_exposed: self.max_exposed,
                 tier: self.tier.map_or(0, TierKind::number),
             };
