@@ -257,7 +257,7 @@ impl Cluster {
             lock(&self.lost).remove(&number);
         }
         let address = &self.addresses[number];
-        let lost = Wanted { lost: self.numbers_of(&[address.clone()]), ..Wanted::default() };
+        let lost = Wanted { lost: self.numbers_of(slice::from_ref(address)), ..Wanted::default() };
         // A server that wakes up has an earlier placement until rank 0 ends the job there.
         let has_job = || {
             let there = lock(&self.servers)[number].clone();
@@ -271,6 +271,13 @@ impl Cluster {
                 *lock(&self.may_end) = sim.now() + LONGEST;
             }
             if self.leaves_nothing(&lost, &self.living().collect::<Vec<_>>()) {
+                return;
+            }
+            // No decision has named an earlier lost server yet: the other servers may be too few without an operator's word.
+            let is_other = |of: &ServerId| !lost.lost.contains(of);
+            if self.living().any(|(_, server)| server.wanted().lost.iter().any(is_other)) {
+                *lock(&self.may_end) = sim.now() + LONGEST;
+                lock(&self.unsaid).remove(&number);
                 return;
             }
         }

@@ -51,7 +51,7 @@ impl Cluster {
             return Ok(None);
         };
         lost.extend(known);
-        for (number, peer) in numbers.into_iter().zip(asked) {
+        for (number, peer) in numbers.into_iter().zip(asked.clone()) {
             // The address tells the number of a member that is slow to answer.
             let of_address = || {
                 let is_it = |of: &ServerId| placement.servers[of.0 as usize] == peer.address;
@@ -68,6 +68,18 @@ impl Cluster {
                     );
                 }
             }
+        }
+        if self.spec().replicas > 1 {
+            // A member that is not listed may be lost, too.
+            let members: Vec<ServerId> = placement.members().collect();
+            let address = |&server: &ServerId| match self.peers.get(server) {
+                Some(peer) => peer.address.clone(),
+                None => placement.servers[server.0 as usize].clone(),
+            };
+            let addresses: Vec<String> = members.iter().map(address).collect();
+            let met = self.reach(&addresses, Instant::now(), &asked).await?;
+            met.peers.into_iter().for_each(|(at, peer)| self.add_peer(members[at.0 as usize], peer));
+            lost.extend(met.lost);
         }
         let (mut gone, mut connected): (Vec<ServerId>, Vec<ServerId>) =
             placement.members().partition(|server| lost.contains(server));
@@ -91,7 +103,7 @@ impl Cluster {
         let end = start + self.options.deadline;
         let has_replicas = self.spec().replicas > 1;
         loop {
-            let reached = self.reach(servers, start).await?;
+            let reached = self.reach(servers, start, &[]).await?;
             let asked: Vec<Peer> = reached.peers.values().cloned().collect();
             // Every server of a job with replicas has answered a moment ago, or is left out.
             let silent = if has_replicas { Instant::now() } else { end };
@@ -106,13 +118,20 @@ impl Cluster {
         }
     }
 
-    /// Connects with the listed servers until the deadline. A silent one is left out as soon as the others know that the
-    /// job is not there any more.
-    async fn reach(&self, servers: &[String], start: Instant) -> Result<Reached> {
+    /// Connects with these servers until the deadline. A silent one is left out as soon as the others know that the job is not
+    /// there any more. `known` ones are connected already.
+    async fn reach(&self, servers: &[String], start: Instant, known: &[Peer]) -> Result<Reached> {
         let time = (start, start + self.options.deadline);
         let dial = |(server, address): (ServerId, &'_ String)| {
             let address = address.clone();
-            async move { (server, self.find(&address, time).await) }
+            let known = known.iter().find(|peer| peer.address == address).cloned();
+            async move {
+                let found = match known {
+                    Some(peer) => Ok(peer),
+                    None => self.find(&address, time).await,
+                };
+                (server, found)
+            }
         };
         let mut dials: FuturesUnordered<_> = (0..).map(ServerId).zip(servers).map(dial).collect();
         let mut reached = Reached::default();

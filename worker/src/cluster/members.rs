@@ -8,7 +8,7 @@ use std::{
 
 use futures_util::future::{join, join_all};
 use longshore_proto::{
-    Epoch, Fault, FaultKind, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, TierKind,
+    Epoch, Fault, FaultKind, NO_SERVER, Placement, PlacementChange, Rank, ServerId, ShardId, Step, TierKind,
     Version,
 };
 use longshore_wire::{
@@ -181,7 +181,25 @@ impl Cluster {
         let scaling = answers.values().flatten().filter_map(|answer| answer.scaling.as_ref());
         let lost = scaling.flat_map(|scaling| scaling.lost.iter().copied().map(ServerId));
         self.give_up(&lost.collect::<Vec<_>>());
+        if self.options.rank != Rank(0) {
+            self.hear_of_decided_losses(&answers).await;
+        }
         answers
+    }
+
+    /// Gives up the servers that the newest placement does not have. No server keeps the word on a loss after its decision, and
+    /// this rank may wait for that decision from the lost server itself.
+    async fn hear_of_decided_losses(&self, answers: &ByServer<Result<DescribeResponse>>) {
+        let epoch = |answer: &DescribeResponse| answer.scaling.as_ref().map_or(0, |scaling| scaling.epoch);
+        let known =
+            answers.iter().filter_map(|(server, answer)| Some((server, epoch(answer.as_ref().ok()?))));
+        let newest = known.max_by_key(|(_, epoch)| *epoch);
+        let placement = self.placement();
+        let Some((server, _)) = newest.filter(|(_, epoch)| *epoch > placement.epoch.0) else { return };
+        let asked = host::timeout(GLANCE, placement_of(&self.peers[server], self.job().as_str())).await;
+        let Ok(Some(newest)) = asked else { return };
+        let has_gone = |server: &ServerId| newest.members().all(|member| member != *server);
+        self.give_up(&placement.members().filter(has_gone).collect::<Vec<_>>());
     }
 
     /// Notes that a server of the job holds nothing of it. Returns true if others have all of its shards.

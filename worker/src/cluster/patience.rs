@@ -75,7 +75,7 @@ impl Cluster {
         false
     }
 
-    /// Returns true if every server answers and every rank's process watches server 0.
+    /// Returns true if every server answers and every rank's process watches one of them.
     pub(crate) async fn everybody_is_there(&self) -> bool {
         is_everybody(&self.on_each(|server| self.glance(server)).await, &|_| true)
     }
@@ -115,11 +115,11 @@ impl Cluster {
 type Answers = ByServer<Result<DescribeResponse>>;
 
 fn is_everybody(answers: &Answers, needed: &impl Fn(Rank) -> bool) -> bool {
-    let first = answers.values().next().and_then(|answer| answer.as_ref().ok());
-    let watch = |answer: &DescribeResponse| {
-        answer.ranks.iter().filter(|rank| needed(Rank(rank.rank))).all(|rank| rank.watches)
-    };
-    answers.values().all(Result::is_ok) && first.is_some_and(watch)
+    let ranks = || answers.values().flatten().flat_map(|answer| &answer.ranks);
+    // Where shards have replicas, a rank may watch another server than the first.
+    let watches = |rank: u32| ranks().any(|of| of.rank == rank && of.watches);
+    answers.values().all(Result::is_ok)
+        && ranks().filter(|rank| needed(Rank(rank.rank))).all(|rank| watches(rank.rank))
 }
 
 fn is_recovering(answer: &Result<DescribeResponse>) -> bool {
