@@ -54,12 +54,25 @@ impl Cluster {
             wishes.max_by_key(|wish| wish.asked_micros).into_iter().flat_map(|wish| wish.servers).collect();
         wish.retain(|server| lock(&self.lost).iter().all(|&lost| self.addresses[lost] != *server));
         let is_there = wish.is_empty() || members.iter().collect::<BTreeSet<_>>() == wish.iter().collect();
-        !is_lost && is_there && has_all && (newest.unreplicated() == 0 || members.len() == 1)
+        let keep_shards = members.iter().filter(|member| !self.is_witness(member)).count();
+        !is_lost && is_there && has_all && (newest.unreplicated() == 0 || keep_shards == 1)
     }
 
     /// Loses one server after the other.
     pub(crate) async fn lose_servers(self: &Arc<Self>) {
         let sim = &self.sim;
+        if let Some(witness) = self.witness {
+            let (servers, asked_micros) = (self.addresses[..=witness].to_vec(), sim.now().as_micros() as u64);
+            let wanted = Wanted { servers, asked_micros, ..Wanted::default() };
+            // Servers that recover hear nothing.
+            let first = lock(&self.servers)[..witness].to_vec();
+            for server in first {
+                while !server.want(&wanted) {
+                    sim.sleep(Duration::from_millis(20)).await;
+                }
+            }
+            self.until_whole().await;
+        }
         for _ in 0..sim.below(4) {
             let time = sim.part_of(self.plan.pause * 4);
             sim.sleep(time).await;

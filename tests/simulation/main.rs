@@ -86,6 +86,8 @@ struct Cluster {
     /// By server. Those after the job's first servers are spare ones.
     addresses: Vec<String>,
     disks: Vec<Arc<Mutex<Disk>>>,
+    /// A spare server that keeps no shard.
+    witness: Option<usize>,
     servers: Mutex<Vec<Arc<Server>>>,
     /// A server was killed: steps may be taken back.
     has_lost: AtomicBool,
@@ -114,7 +116,12 @@ impl Cluster {
     fn new(seed: u64, plant: Option<Plant>) -> Arc<Cluster> {
         let sim = Sim::new(seed, plant != Some(Plant::EqualIncarnations));
         let has_replicas = plant.map_or(seed.is_multiple_of(4), Plant::is_of_replicas);
-        let servers = if has_replicas { 3 + sim.below(2) as usize } else { 1 + sim.below(3) as usize };
+        let has_witness = has_replicas && seed.is_multiple_of(8);
+        let servers = match (has_replicas, has_witness) {
+            (true, true) => 2,
+            (true, false) => 3 + sim.below(2) as usize,
+            (false, _) => 1 + sim.below(3) as usize,
+        };
         let shards = servers + sim.below(3) as usize;
         let ranks = 1 + sim.below(3) as u32;
         let micro_steps = 1 + sim.below(2) as u32;
@@ -122,14 +129,15 @@ impl Cluster {
         let tier = if sim.one_in(4) || has_replicas { TierKind::Memory } else { TierKind::Nvme };
         let job = (servers, shards, 1 + u32::from(has_replicas));
         let oracle = Oracle::new(seed, job, (ranks, micro_steps), (tier, schedule), plant);
-        let may_move = sim.one_in(2);
-        let spare = if may_move { sim.below(4) as usize } else { 0 };
+        let may_move = has_witness || sim.one_in(2);
+        let spare = if may_move { usize::from(has_witness) + sim.below(4) as usize } else { 0 };
         let addresses = (0..servers + spare).map(oracle::address).collect();
         let disk = |server: usize| match server < servers {
             true => Disk::filled(&oracle, ServerId(server as u32)),
             false => Disk::default(),
         };
         let disks = (0..servers + spare).map(|server| Arc::new(Mutex::new(disk(server)))).collect();
+        let witness = has_witness.then_some(servers);
         let steps = 4 + sim.below(if may_move { 40 } else { 6 });
         let steps = AtomicU64::new(if has_replicas { u64::MAX } else { steps });
         let plan = Plan::draw(&sim);
@@ -142,6 +150,7 @@ impl Cluster {
             plan,
             addresses,
             disks,
+            witness,
             servers: Mutex::default(),
             has_lost: AtomicBool::new(false),
             world_size,
@@ -172,7 +181,9 @@ impl Cluster {
         // Where the first server may be lost, clocks agree.
         let skew = if self.has_replicas() { Duration::ZERO } else { Duration::from_secs(3600) };
         let skew = skew * server as u32;
-        let started = Server::start(&self.sim, &self.oracle, address, &self.disks[server], skew);
+        let is_witness = self.witness == Some(server);
+        let started =
+            Server::start(&self.sim, &self.oracle, address, &self.disks[server], (skew, is_witness));
         let mut servers = lock(&self.servers);
         if servers.len() > server { servers[server] = started } else { servers.push(started) }
     }
@@ -272,6 +283,11 @@ impl Cluster {
         newest.unwrap_or_else(|| self.oracle.placement.clone())
     }
 
+    /// Returns true if a server keeps no shard.
+    fn is_witness(&self, address: &str) -> bool {
+        self.witness.is_some_and(|witness| self.addresses[witness] == address)
+    }
+
     fn steps(&self) -> u64 {
         self.steps.load(Relaxed)
     }
@@ -293,6 +309,9 @@ impl Cluster {
         let mut servers: Vec<String> = all.iter().filter(|_| sim.one_in(2)).copied().cloned().collect();
         if servers.is_empty() {
             servers.push(all[sim.below(all.len() as u64) as usize].clone());
+        }
+        if servers.iter().all(|server| self.is_witness(server)) {
+            servers.extend(all.iter().find(|server| !self.is_witness(server)).copied().cloned());
         }
         servers.truncate(self.oracle.layout.shards() as usize);
         sim.note(OUTSIDE, || format!("the job shall have {servers:?} in {tier:?}"));

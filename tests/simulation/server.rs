@@ -85,6 +85,7 @@ pub(crate) struct Server {
     oracle: Arc<Oracle>,
     pub(crate) process: ProcessId,
     skew: Duration,
+    is_witness: bool,
     disk: Arc<Mutex<Disk>>,
     /// None while the server recovers the job.
     instance: Mutex<Option<Instance>>,
@@ -139,7 +140,7 @@ impl Server {
         oracle: &Arc<Oracle>,
         address: &str,
         disk: &Arc<Mutex<Disk>>,
-        skew: Duration,
+        (skew, is_witness): (Duration, bool),
     ) -> Arc<Server> {
         let process = sim.process(address, skew);
         let server = Arc::new(Server {
@@ -147,6 +148,7 @@ impl Server {
             oracle: Arc::clone(oracle),
             process,
             skew,
+            is_witness,
             disk: Arc::clone(disk),
             instance: Mutex::default(),
             changed: watch::Sender::default(),
@@ -450,7 +452,11 @@ impl Server {
                     self.sim.now() + self.skew
                 };
                 let unix_micros = now.as_micros() as u64;
-                tell(outgoing, &v1::ListJobsResponse { unix_micros, ..Default::default() }).await
+                tell(
+                    outgoing,
+                    &v1::ListJobsResponse { unix_micros, is_witness: self.is_witness, ..Default::default() },
+                )
+                .await
             }
             "Describe" | "DescribeInParts" => tell(outgoing, &self.describe()?).await,
             "OpenJob" => tell(outgoing, &self.open(one(incoming).await?)?).await,

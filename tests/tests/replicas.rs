@@ -11,6 +11,7 @@ use longshore_tests::{
     command::{Output, longshore},
     conformance::cluster::eventually,
     http,
+    process::DEADLINE,
     seed::{Random, spin},
     server::{self, Longshored, ServerOptions},
     soak,
@@ -68,6 +69,38 @@ fn a_delayed_job_of_two_ranks_outlives_one_of_two_servers() {
     running[0].until_steps(5);
     assert_eq!(job_status(&server::addresses(&servers)).servers.len(), 1);
     assert_eq!(Run::of_ranks(running).end.state_hash, expected);
+}
+
+/// One of two servers is lost, and no operator says so. A witness, which keeps no shard, tells the side that goes on.
+#[test]
+fn a_witness_decides_which_of_two_servers_goes_on() {
+    let train = replicated(1, 1, &[]).endless().args(["--deadline-s", "15"]);
+    let train = train.allow("still waiting for a server").allow("cannot be changed yet");
+    let mut servers = server::servers(2, &ServerOptions::new().allow("cannot be fetched yet"));
+    let witness = ServerOptions::new().args(["--witness"]).start();
+    let refused =
+        start(&train.clone().servers(&[servers[0].address(), witness.address()].map(String::from)), 1);
+    let (refused, _) = refused.into_iter().next().unwrap().fails(DEADLINE);
+    assert!(refused.contains("a witness") && refused.contains("longshore scale --add"), "{refused}");
+    let mut running = start(&train.clone().servers(&server::addresses(&servers)), 1);
+    running[0].until_step(3);
+    let scale = |more: &[&str]| {
+        longshore([&["scale", "--job", "default", "--servers", servers[0].address()], more].concat())
+    };
+    let refused = scale(&["--to", witness.address()]);
+    assert!(refused.code == 1 && refused.stderr.contains("witnesses alone"), "{refused:?}");
+    let said = scale(&["--add", witness.address(), "--wait"]);
+    assert_eq!(said.code, 0, "{said:?}");
+    let of_witness = job_status(&[witness.address().to_string()]).servers;
+    assert!(of_witness.iter().all(|of| of.pushed_bytes == 0), "{of_witness:?}");
+    drop(servers.remove(Random::new().below(2) as usize));
+    let left = [servers[0].address(), witness.address()].map(String::from);
+    while job_status(&left).servers.len() > 2 {
+        running[0].until_steps(1);
+    }
+    running[0].until_steps(5);
+    let end = running.remove(0).stop();
+    assert_eq!(end.state_hash, train.hash_after(end.version));
 }
 
 /// Some servers are lost with a rank of their host, and a new one takes the place of each.

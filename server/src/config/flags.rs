@@ -53,6 +53,9 @@ pub struct Flags {
     /// Update threads [default: the cores this process may use, by affinity and CPU quota]
     #[arg(long, env = "LONGSHORED_THREADS", value_name = "N")]
     pub threads: Option<usize>,
+    /// Keep no shard of any job: a witness, whose answers tell which of a job's two servers with replicas is lost
+    #[arg(long, env = "LONGSHORED_WITNESS")]
+    pub witness: bool,
     /// Folders for the state of jobs with the nvme tier, striped over all of them
     #[arg(long, env = "LONGSHORED_STATE_DIR", value_delimiter = ',', value_name = "DIR,...")]
     pub state_dir: Vec<PathBuf>,

@@ -36,6 +36,8 @@ pub struct Config {
     pub memory: u64,
     /// Update threads.
     pub threads: usize,
+    /// Keep no shard of any job.
+    pub witness: bool,
     pub storage: StorageConfig,
     /// Folder of checkpoints. None: the Checkpoint call is refused.
     pub checkpoint_dir: Option<PathBuf>,
@@ -73,6 +75,7 @@ impl Config {
             http_tls: false,
             memory: size::available_memory() / 5 * 4,
             threads: longshore_engine::threads::available_threads(),
+            witness: false,
             storage: StorageConfig::default(),
             checkpoint_dir: None,
             checkpoint_on_drain: false,
@@ -109,6 +112,7 @@ impl Config {
             http_tls: flags.http_tls || file.http_tls,
             memory: flags.memory.or(file.memory).map_or(defaults.memory, |size| size.0),
             threads: flags.threads.or(file.threads).unwrap_or(defaults.threads),
+            witness: flags.witness || file.witness,
             storage,
             checkpoint_dir: flags.checkpoint_dir.or(file.checkpoint_dir),
             checkpoint_on_drain: flags.checkpoint_on_drain.or(file.checkpoint_on_drain).unwrap_or(false),

@@ -67,6 +67,7 @@ impl Prepared {
             register: register.clone(),
             tls_dir: config.tls_dir.clone(),
             fences: watch::Sender::default(),
+            is_witness: config.witness,
             transport: "tcp",
         };
         Ok(Prepared { services, stored, directories, register, linking })

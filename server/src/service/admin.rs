@@ -203,6 +203,7 @@ impl Services {
             release: env!("CARGO_PKG_VERSION").into(),
             unix_micros: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_micros() as u64),
             shard_room: None,
+            is_witness: self.is_witness,
         }
     }
 

@@ -49,6 +49,8 @@ pub(crate) struct Services {
     pub(crate) links: Arc<Links>,
     /// Changes when a process fences an earlier one. Push calls then end the chunks of fenced processes.
     pub(crate) fences: sync::watch::Sender<u64>,
+    /// No shard of any job is kept here.
+    pub(crate) is_witness: bool,
     /// Limits of the memory that strangers share.
     pub(crate) bounds: Arc<Bounds>,
     /// Transport of these calls: tcp, tls or unix.

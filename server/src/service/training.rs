@@ -160,6 +160,11 @@ impl Services {
         }
         let spec = JobSpec::from_wire(request.spec)?;
         let placement = Placement::from_wire(request.placement)?;
+        if self.is_witness && !placement.held(ServerId(request.server)).is_empty() {
+            let limit = "no server that keeps shards of a job";
+            let remedy = "open the job on other servers, and then add this one: `longshore scale --add`";
+            return Err(Fault::new(FaultKind::Precondition, "placement.servers", "a witness", limit, remedy));
+        }
         self.check_not_evicted(&spec.name).await?;
         let jobs = self.jobs.clone();
         let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };

@@ -61,6 +61,9 @@ impl Server {
         let (placement, server) = (Placement::from_wire(request.placement)?, ServerId(request.server));
         let tier = request.spec.and_then(|spec| TierKind::from_number(spec.tier));
         let wants = placement.owned(server);
+        if self.is_witness && !placement.held(server).is_empty() {
+            self.oracle.fail(format!("a witness gets {} shards", placement.held(server).len()));
+        }
         let is_open = match &*self.instance() {
             None if !lock(&self.disk).saved.is_empty() => return Err(self.absent()),
             None if !request.is_new => {

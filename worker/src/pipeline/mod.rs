@@ -33,7 +33,7 @@ use self::{
 };
 pub use self::{
     idle::move_idle,
-    moves::wanted_tier,
+    moves::{check_holders, wanted_tier},
     options::{Accumulate, DelayCorrection, HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
     plan::{Moved, plan_moves},

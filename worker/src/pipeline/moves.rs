@@ -22,8 +22,8 @@ use longshore_proto::{
 use longshore_wire::{
     Wire, fault_from_status,
     v1::{
-        BeginRequest, DescribeResponse, JoinRequest, ListJobsRequest, OpenJobRequest, OpenJobResponse,
-        RankMember, RetireRequest, Wanted,
+        BeginRequest, DescribeResponse, JoinRequest, ListJobsRequest, ListJobsResponse, OpenJobRequest,
+        OpenJobResponse, RankMember, RetireRequest, Wanted,
     },
 };
 use tokio::sync::watch;
@@ -389,7 +389,12 @@ impl Moves {
             self.reached = plan.asked;
         }
         let (job, servers) = (self.cluster.job(), &plan.wanted);
-        tracing::info!(%job, ?servers, "the job is on the servers that were asked for");
+        if placement.unreplicated() == 0 {
+            tracing::info!(%job, ?servers, "the job is on the servers that were asked for");
+        } else {
+            // One server alone keeps shards. The others are witnesses, or have no room.
+            self.not_before = Instant::now() + AGAIN;
+        }
         (self.plan, self.looking) = (None, None);
         Ok(Some(change).filter(|change| !change.removed.is_empty()))
     }
@@ -523,15 +528,18 @@ pub(super) async fn prepare(
     let known =
         members.iter().filter(|server| server.0 < first).map(|&server| (server, cluster.peer(server)));
     let all = known.chain(added.iter().map(|Added { server, peer }| (*server, peer)));
-    let rooms = all.map(async |(server, peer)| -> Result<(ServerId, Option<u32>)> {
+    let rooms = all.map(async |(server, peer)| -> Result<(ServerId, ListJobsResponse)> {
         let (request, time) = (ListJobsRequest { spec: Some(spec.to_wire()) }, cluster.options.deadline);
         let answer = ask(&cluster, peer, "ListJobs", time, async { peer.admin().list_jobs(request).await });
-        Ok((server, answer.await?.shard_room))
+        Ok((server, answer.await?))
     });
-    let rooms = try_join_all(rooms).await?.into_iter();
-    let room = rooms.filter_map(|(server, room)| Some((server, room? as usize))).collect();
+    let mut rooms = try_join_all(rooms).await?;
+    rooms.retain(|(_, answer)| !answer.is_witness);
+    let holders: Vec<ServerId> = rooms.iter().map(|(server, _)| *server).collect();
+    check_holders(spec.replicas, &holders, &wanted)?;
+    let room = rooms.into_iter().filter_map(|(server, of)| Some((server, of.shard_room? as usize))).collect();
     let Moved { moves, replicas, placement: mut target } =
-        plan_moves(&placement, &cluster.layout, &members, &addresses, &room);
+        plan_moves(&placement, &cluster.layout, &holders, &addresses, &room);
     target.epoch.0 += 1;
     let (target, spec) = (&target, &spec);
     let gets = |server: ServerId| moves.iter().chain(&replicas).any(|(_, to)| *to == server);
@@ -543,6 +551,23 @@ pub(super) async fn prepare(
     tracing::info!(job = %cluster.job(), servers = ?wanted, shards, replicas = copies, max_exposed, "moving to other servers");
     let (moves, replicas) = (moves.into(), replicas.into());
     Ok(Plan { asked, wanted, added, moves, replicas, pace: Pace::new(max_exposed) })
+}
+
+/// Refuses witnesses alone, and any witness of a job without replicas, which would end with it. `holders` are the wanted
+/// servers that keep shards.
+///
+/// # Errors
+/// `Precondition` with field `servers`.
+pub fn check_holders(replicas: u32, holders: &[ServerId], wanted: &[String]) -> Result<(), Fault> {
+    let (what, limit, remedy) = match holders.len() {
+        0 => ("witnesses alone", "a server that keeps shards", "name other servers too"),
+        some if some < wanted.len() && replicas == 1 => {
+            ("with a witness", "servers that keep shards, in a job without replicas", "leave the witness out")
+        }
+        _ => return Ok(()),
+    };
+    let value = format!("{}, {what}", wanted.join(","));
+    Err(Fault::new(FaultKind::Precondition, "servers", value, limit, remedy))
 }
 
 /// Ends the job on a server that was opened for it and takes no part.
@@ -646,6 +671,18 @@ mod tests {
         assert_eq!(paced(0.01, 1.0, |_| 0.04, 4), [2, 1, 1, 1]);
         let halved = paced(0.5, 1.0, |shards| (shards as f64 / 6.0 - 1.0).max(0.0), 8);
         assert_eq!(halved, [2, 4, 8, 16, 8, 8, 8, 8]);
+    }
+
+    #[test]
+    fn a_witness_is_a_server_of_jobs_with_replicas_and_never_the_only_one() {
+        let wanted = ["a", "witness"].map(String::from);
+        let check = |replicas, holders: &[u32]| {
+            let holders: Vec<ServerId> = holders.iter().copied().map(ServerId).collect();
+            check_holders(replicas, &holders, &wanted).map_err(|fault| fault.value)
+        };
+        assert_eq!((check(2, &[0]), check(1, &[0, 1])), (Ok(()), Ok(())));
+        assert_eq!(check(1, &[0]), Err("a,witness, with a witness".into()));
+        assert_eq!(check(2, &[]), Err("a,witness, witnesses alone".into()));
     }
 
     #[test]

@@ -2720,6 +2720,9 @@ pub struct ListJobsResponse {
     /// Shards of the job `spec` for which there is memory and, in a tmpfs or on drives, space, beside those that are here.
     #[prost(uint32, optional, tag = "7")]
     pub shard_room: ::core::option::Option<u32>,
+    /// The server keeps no shard of any job. As a member of a job with replicas it counts where silent servers are given up.
+    #[prost(bool, tag = "8")]
+    pub is_witness: bool,
 }
 /// Share of one identity, and the most that it may have: its quota. Absent: no limit.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use longshore_engine::{admission::Need, tier::Storage};
 use longshore_proto::{Fault, FaultKind, JobSpec, Layout, NO_SERVER, Placement, ServerId, ShardId, TierKind};
 use longshore_wire::{Wire, v1};
-use longshore_worker::pipeline::{Moved, plan_moves, wanted_tier};
+use longshore_worker::pipeline::{Moved, check_holders, plan_moves, wanted_tier};
 use serde_json::json;
 
 use super::Seen;
@@ -78,9 +78,13 @@ impl Plan {
             .collect();
         let free = free(request, &spec, access)?;
         let room = wanted.iter().zip(&request.servers);
-        let room = room.filter_map(|(server, address)| Some((*server, free.get(address)?.1?))).collect();
+        let room = room.filter_map(|(server, address)| Some((*server, free.get(address)?.room?))).collect();
+        let keeps = |address: &String| free.get(address).is_none_or(|of| !of.is_witness);
+        let holders = wanted.iter().zip(&request.servers).filter(|(_, address)| keeps(address));
+        let holders: Vec<ServerId> = holders.map(|(server, _)| *server).collect();
+        check_holders(spec.replicas, &holders, &request.servers)?;
         let Moved { mut moves, replicas, placement: target } =
-            plan_moves(placement, &layout, &wanted, &added, &room);
+            plan_moves(placement, &layout, &holders, &added, &room);
         moves.extend(replicas.into_iter().filter(|(_, to)| *to != NO_SERVER));
         let part = |placement: &Placement, server| Part::of(&spec, &layout, placement, server);
         let mut rows: Vec<Row> = Vec::new();
@@ -100,7 +104,7 @@ impl Plan {
                 now,
                 then,
                 takes,
-                free: free.get(address).map(|of| of.0),
+                free: free.get(address).map(|of| of.bytes),
             });
         }
         for server in placement.members().filter(|server| !wanted.contains(server)) {
@@ -197,13 +201,21 @@ fn state(spec: &JobSpec, layout: &Layout, shards: &[ShardId]) -> u64 {
     Need::of(&whole, layout, shards, &Storage::default()).state
 }
 
+/// Room of a server for the job.
+struct Free {
+    bytes: u64,
+    /// Further shards that fit. None: no limit is known.
+    room: Option<usize>,
+    is_witness: bool,
+}
+
 /// Asks the wanted servers how much memory they have for the job, and for how many of its shards they have room. Memory
 /// that is reserved for it already counts as free where the job owns nothing yet.
 fn free(
     request: &v1::ScaleRequest,
     spec: &JobSpec,
     access: &Access,
-) -> anyhow::Result<BTreeMap<String, (u64, Option<usize>)>> {
+) -> anyhow::Result<BTreeMap<String, Free>> {
     let servers = Servers::connect(&request.servers, access)?;
     let asked = v1::ListJobsRequest { spec: Some(spec.to_wire()) };
     let lists = servers.each_promptly(async |mut admin| admin.list_jobs(asked.clone()).await)?;
@@ -215,7 +227,8 @@ fn free(
     });
     let free = |((address, list), kept): ((String, v1::ListJobsResponse), u64)| {
         let free = list.memory_budget.saturating_sub(list.memory_reserved) + kept;
-        (address, (free, list.shard_room.map(|shards| shards as usize)))
+        let room = list.shard_room.map(|shards| shards as usize);
+        (address, Free { bytes: free, room, is_witness: list.is_witness })
     };
     Ok(lists.into_iter().zip(kept).map(free).collect())
 }
