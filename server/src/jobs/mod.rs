@@ -28,7 +28,9 @@ use longshore_engine::{
     job::{Compute, Job, room},
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
-use longshore_proto::{Epoch, Fault, FaultKind, JobName, JobSpec, Placement, ServerId, fault::DELETED};
+use longshore_proto::{
+    Epoch, Fault, FaultKind, Incarnation, JobName, JobSpec, Placement, Rank, ServerId, fault::DELETED,
+};
 
 use self::turns::Turn;
 pub(crate) use self::{
@@ -309,18 +311,43 @@ impl Jobs {
     }
 
     /// Returns the job of this name, created if absent. Waits while another call opens it. True: created.
-    /// `is_new`: the server is no part of the job yet, so that a job which owns no shard here begins anew.
+    /// `new`: the server is no part of the job yet, so that a job which owns no shard here begins anew, for the process of rank 0
+    /// with this incarnation.
     pub(crate) async fn open(
         self: Arc<Self>,
         wanted: StoredJob,
-        is_new: bool,
+        new: Option<Incarnation>,
     ) -> Result<(bool, Arc<JobHandle>), Fault> {
         let turn = self.turns.take(&wanted.spec.name).await?;
-        blocking(move || self.open_now(wanted, is_new, &turn)).await
+        blocking(move || self.open_now(wanted, new, &turn)).await
     }
 
     /// Blocks while memory is touched.
-    fn open_now(&self, wanted: StoredJob, is_new: bool, _: &Turn) -> Result<(bool, Arc<JobHandle>), Fault> {
+    fn open_now(
+        &self,
+        wanted: StoredJob,
+        new: Option<Incarnation>,
+        turn: &Turn,
+    ) -> Result<(bool, Arc<JobHandle>), Fault> {
+        let Some(incarnation) = new.filter(|incarnation| *incarnation != Incarnation::default()) else {
+            return self.open_unfenced(wanted, new.is_some(), turn);
+        };
+        // An operator's command that was fenced must not replace what a newer one has prepared.
+        if let Some(handle) = self.get(wanted.spec.name.as_str()).ok().filter(|handle| handle.job.is_spare())
+        {
+            handle.job.protocol.fence(Rank(0), incarnation)?;
+        }
+        let (created, handle) = self.open_unfenced(wanted, true, turn)?;
+        handle.job.protocol.fence(Rank(0), incarnation)?;
+        Ok((created, handle))
+    }
+
+    fn open_unfenced(
+        &self,
+        wanted: StoredJob,
+        is_new: bool,
+        _: &Turn,
+    ) -> Result<(bool, Arc<JobHandle>), Fault> {
         let Ok(handle) = self.get(wanted.spec.name.as_str()) else {
             if !is_new {
                 self.check_not_moved(&wanted.spec.name)?;
@@ -540,19 +567,22 @@ mod tests {
             StoredJob { server: ServerId(2), ..wanted }
         };
         for (owners, is_anew) in [([0, 2], true), ([2, 0], true), ([2, 0], false)] {
-            let (opened, handle) = Arc::clone(&jobs).open(prepared(owners), true).await.unwrap();
+            let (opened, handle) =
+                Arc::clone(&jobs).open(prepared(owners), Some(Incarnation(2))).await.unwrap();
             let shard = owners.iter().position(|&owner| owner == 2).unwrap() as u32;
             assert_eq!((opened, handle.job.opened()), (is_anew, vec![ShardId(shard)]));
         }
+        let older = Arc::clone(&jobs).open(prepared([0, 2]), Some(Incarnation(1))).await;
+        assert_eq!(older.err().map(|fault| fault.kind), Some(FaultKind::Fenced));
     }
 
     #[tokio::test]
     async fn a_job_that_takes_long_holds_up_no_other() {
         let jobs = jobs();
         let stuck = jobs.turns.take(&JobName::parse("job", "a").unwrap()).await.unwrap();
-        assert!(Arc::clone(&jobs).open(wanted("b", None), false).await.unwrap().0);
+        assert!(Arc::clone(&jobs).open(wanted("b", None), None).await.unwrap().0);
         assert!(Arc::clone(&jobs).delete("b", false).await.is_ok());
-        let waits = tokio::spawn(Arc::clone(&jobs).open(wanted("a", None), false));
+        let waits = tokio::spawn(Arc::clone(&jobs).open(wanted("a", None), None));
         tokio::task::yield_now().await;
         assert!(!waits.is_finished());
         drop(stuck);
@@ -563,10 +593,10 @@ mod tests {
     async fn jobs_that_are_opened_at_once_share_their_owners_quota() {
         let jobs = jobs();
         let admitted = jobs.admit(&wanted("a", Some("team"))).unwrap();
-        let refused = Arc::clone(&jobs).open(wanted("b", Some("team")), false).await.err();
+        let refused = Arc::clone(&jobs).open(wanted("b", Some("team")), None).await.err();
         assert_eq!(refused.map(|fault| fault.field).as_deref(), Some("quota.jobs"));
         assert!(jobs.admit(&wanted("c", Some("others"))).is_ok());
         drop(admitted);
-        assert!(Arc::clone(&jobs).open(wanted("b", Some("team")), false).await.is_ok());
+        assert!(Arc::clone(&jobs).open(wanted("b", Some("team")), None).await.is_ok());
     }
 }

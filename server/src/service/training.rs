@@ -11,8 +11,8 @@ use longshore_engine::{
     tier::StoredJob,
 };
 use longshore_proto::{
-    Commit, Fault, FaultKind, JobName, JobSpec, Origin, Placement, PlacementChange, Rank, ServerId, Version,
-    limits::PROTOCOL,
+    Commit, Fault, FaultKind, Incarnation, JobName, JobSpec, Origin, Placement, PlacementChange, Rank,
+    ServerId, Version, limits::PROTOCOL,
 };
 use longshore_wire::{
     self as wire, Wire,
@@ -168,7 +168,8 @@ impl Services {
         self.check_not_evicted(&spec.name).await?;
         let jobs = self.jobs.clone();
         let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
-        let (created, handle) = jobs.open(wanted, request.is_new).await?;
+        let new = request.is_new.then_some(Incarnation(request.incarnation));
+        let (created, handle) = jobs.open(wanted, new).await?;
         let job = &handle.job;
         if created {
             tracing::info!(
@@ -365,7 +366,8 @@ impl Services {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let handle = self.jobs.get(&request.job)?;
         if handle.job.is_spare() && handle.job.progress().phase == Phase::Loading {
-            // The wish that it was opened for is withdrawn.
+            // The wish that it was opened for is withdrawn, unless a newer process has opened it for another one.
+            handle.job.protocol.fence(Rank(0), incarnation)?;
             drop(handle);
             return Arc::clone(&self.jobs).delete(&request.job, false).await;
         }

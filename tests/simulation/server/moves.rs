@@ -82,6 +82,9 @@ impl Server {
                     let disk = lock(&self.disk);
                     disk.server != server || disk.tier != tier || disk.opened.owned(server) != wants
                 };
+                if request.is_new && is_spare {
+                    of.machine.check_newest(Rank(0), Incarnation(request.incarnation))?;
+                }
                 !(request.is_new && is_spare && is_other)
             }
         };
@@ -89,6 +92,9 @@ impl Server {
             self.begin_anew(placement, server, tier);
         }
         self.with(|instance| {
+            if request.is_new {
+                instance.machine.fence(Rank(0), Incarnation(request.incarnation))?;
+            }
             let (progress, world_size) = (Some(progress(&instance.machine)), self.spec().world_size);
             Ok(v1::OpenJobResponse { created: !is_open, progress, world_size })
         })
@@ -195,6 +201,7 @@ impl Server {
         let server = lock(&self.disk).server;
         self.with(|instance| {
             if *instance.machine.phase() == Phase::Loading {
+                instance.machine.fence(Rank(0), incarnation)?;
                 return Ok(());
             }
             let ours = instance.machine.placement().clone();

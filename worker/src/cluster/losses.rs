@@ -99,8 +99,12 @@ impl Cluster {
                 ..Default::default()
             };
             let told = told.iter().map(async |peer| {
-                let told = host::timeout(GLANCE, peer.admin().scale(request.clone())).await;
-                let told = told.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer")));
+                let tell = || host::timeout(GLANCE, async { peer.admin().scale(request.clone()).await });
+                let told = match tell().await {
+                    Ok(told) => told,
+                    // Ranks wait no longer than for another look or two.
+                    Err(_) => tell().await.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer"))),
+                };
                 told.map_err(|status| fault_from_status(&status, &peer.address))
             });
             if let Some(fault) = join_all(told).await.into_iter().find_map(Result::err) {

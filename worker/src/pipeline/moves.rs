@@ -9,7 +9,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     future::Future,
-    sync::Arc,
+    sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
 };
 
@@ -505,6 +505,7 @@ pub(super) async fn prepare(
             server: server.0,
             protocol: PROTOCOL,
             is_new,
+            incarnation: cluster.incarnation.load(Relaxed),
         };
         // Slow: a server allocates and touches all of its memory before it answers.
         let time = cluster.options.slow_deadline;

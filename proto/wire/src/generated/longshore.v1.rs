@@ -1359,6 +1359,9 @@ pub struct OpenJobRequest {
     /// The server is no part of the job yet: where an earlier rank 0 prepared it for other shards, and it owns none, it begins anew.
     #[prost(bool, tag = "6")]
     pub is_new: bool,
+    /// with is_new: rank 0's, which is fenced here. An older one than rank 0's here is refused; 0: not compared
+    #[prost(uint64, tag = "7")]
+    pub incarnation: u64,
     /// highest number whose fields the client sets: a server of a lower one refuses (PRECONDITION); 0 counts as 1
     #[prost(uint32, tag = "4")]
     pub protocol: u32,
