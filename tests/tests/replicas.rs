@@ -71,7 +71,7 @@ fn a_delayed_job_of_two_ranks_outlives_one_of_two_servers() {
     assert_eq!(Run::of_ranks(running).end.state_hash, expected);
 }
 
-/// One of two servers is lost, and no operator says so. A witness, which keeps no shard, tells the side that goes on.
+/// A server of two is lost, and no operator says so. A witness, which keeps no shard, tells the side that goes on.
 #[test]
 fn a_witness_decides_which_of_two_servers_goes_on() {
     let train = replicated(1, 1, &[]).endless().args(["--deadline-s", "15"]);

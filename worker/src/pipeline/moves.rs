@@ -392,7 +392,7 @@ impl Moves {
         if placement.unreplicated() == 0 {
             tracing::info!(%job, ?servers, "the job is on the servers that were asked for");
         } else {
-            // One server alone keeps shards. The others are witnesses, or have no room.
+            // A single server keeps shards. The others are witnesses, or have no room.
             self.not_before = Instant::now() + AGAIN;
         }
         (self.plan, self.looking) = (None, None);
