@@ -389,11 +389,11 @@ impl Moves {
             self.reached = plan.asked;
         }
         let (job, servers) = (self.cluster.job(), &plan.wanted);
-        if placement.unreplicated() == 0 {
-            tracing::info!(%job, ?servers, "the job is on the servers that were asked for");
-        } else {
+        if placement.unreplicated() > 0 && servers.len() > 1 {
             // A single server keeps shards. The others are witnesses, or have no room.
             self.not_before = Instant::now() + AGAIN;
+        } else {
+            tracing::info!(%job, ?servers, "the job is on the servers that were asked for");
         }
         (self.plan, self.looking) = (None, None);
         Ok(Some(change).filter(|change| !change.removed.is_empty()))
