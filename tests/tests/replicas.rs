@@ -75,7 +75,8 @@ fn a_delayed_job_of_two_ranks_outlives_one_of_two_servers() {
 #[test]
 fn a_witness_decides_which_of_two_servers_goes_on() {
     let train = replicated(1, 1, &[]).endless().args(["--deadline-s", "15"]);
-    let train = train.allow("still waiting for a server").allow("cannot be changed yet");
+    let train =
+        train.allow("still waiting for a server").allow("not given up yet").allow("cannot be changed yet");
     let mut servers = server::servers(2, &ServerOptions::new().allow("cannot be fetched yet"));
     let witness = ServerOptions::new().args(["--witness"]).start();
     let refused =
