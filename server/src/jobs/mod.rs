@@ -322,23 +322,27 @@ impl Jobs {
         blocking(move || self.open_now(wanted, new, &turn)).await
     }
 
-    /// Blocks while memory is touched.
+    /// Blocks while memory is touched, and while a drive keeps the fence.
     fn open_now(
         &self,
         wanted: StoredJob,
         new: Option<Incarnation>,
         turn: &Turn,
     ) -> Result<(bool, Arc<JobHandle>), Fault> {
-        let Some(incarnation) = new.filter(|incarnation| *incarnation != Incarnation::default()) else {
-            return self.open_unfenced(wanted, new.is_some(), turn);
+        let fence = |handle: &JobHandle| match new {
+            Some(incarnation) if incarnation != Incarnation::default() => {
+                handle.job.protocol.fence(Rank(0), incarnation)?;
+                handle.job.protocol.keep_joined()
+            }
+            _ => Ok(()),
         };
         // An operator's command that was fenced must not replace what a newer one has prepared.
         if let Some(handle) = self.get(wanted.spec.name.as_str()).ok().filter(|handle| handle.job.is_spare())
         {
-            handle.job.protocol.fence(Rank(0), incarnation)?;
+            fence(&handle)?;
         }
-        let (created, handle) = self.open_unfenced(wanted, true, turn)?;
-        handle.job.protocol.fence(Rank(0), incarnation)?;
+        let (created, handle) = self.open_unfenced(wanted, new.is_some(), turn)?;
+        fence(&handle)?;
         Ok((created, handle))
     }
 

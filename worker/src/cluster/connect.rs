@@ -213,8 +213,9 @@ impl Cluster {
                 None => Answer::Silent,
             };
             let address = |server: ServerId| &*placement.servers[server.0 as usize];
-            let answers: Vec<_> =
-                placement.members().map(|server| (server, answer(address(server)))).collect();
+            // As in a later look, a server that is given up has no voice, and counts as a member.
+            let asked = placement.members().filter(|server| !reached.lost.contains(server));
+            let answers: Vec<_> = asked.map(|server| (server, answer(address(server)))).collect();
             let known = |server: ServerId| peers.iter().find(|peer| peer.address == address(server)).cloned();
             let peers: BTreeMap<ServerId, Peer> =
                 placement.members().filter_map(|server| Some((server, known(server)?))).collect();

@@ -33,10 +33,10 @@ use self::{
 };
 pub use self::{
     idle::move_idle,
-    moves::{check_holders, wanted_tier},
+    moves::wanted_tier,
     options::{Accumulate, DelayCorrection, HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
-    plan::{Moved, plan_moves},
+    plan::{Moved, check_holders, plan_moves},
     step::StepInputs,
 };
 use crate::{

@@ -29,7 +29,7 @@ use longshore_wire::{
 use tokio::sync::watch;
 use tonic::{Response, Status};
 
-use super::plan::{Moved, heal, plan_moves, without_replicas};
+use super::plan::{Moved, check_holders, heal, plan_moves, without_replicas};
 use crate::{
     cluster::{Cluster, Peer, Task},
     error::{CallFailed, Result},
@@ -554,23 +554,6 @@ pub(super) async fn prepare(
     Ok(Plan { asked, wanted, added, moves, replicas, pace: Pace::new(max_exposed) })
 }
 
-/// Refuses witnesses alone, and any witness of a job without replicas, which would end with it. `holders` are the wanted
-/// servers that keep shards.
-///
-/// # Errors
-/// `Precondition` with field `servers`.
-pub fn check_holders(replicas: u32, holders: &[ServerId], wanted: &[String]) -> Result<(), Fault> {
-    let (what, limit, remedy) = match holders.len() {
-        0 => ("witnesses alone", "a server that keeps shards", "name other servers too"),
-        some if some < wanted.len() && replicas == 1 => {
-            ("with a witness", "servers that keep shards, in a job without replicas", "leave the witness out")
-        }
-        _ => return Ok(()),
-    };
-    let value = format!("{}, {what}", wanted.join(","));
-    Err(Fault::new(FaultKind::Precondition, "servers", value, limit, remedy))
-}
-
 /// Ends the job on a server that was opened for it and takes no part.
 async fn give_up(cluster: &Cluster, Added { peer, .. }: &Added, incarnation: u64) {
     let request = RetireRequest { job: cluster.job().to_string(), incarnation, placement: None };
@@ -672,18 +655,6 @@ mod tests {
         assert_eq!(paced(0.01, 1.0, |_| 0.04, 4), [2, 1, 1, 1]);
         let halved = paced(0.5, 1.0, |shards| (shards as f64 / 6.0 - 1.0).max(0.0), 8);
         assert_eq!(halved, [2, 4, 8, 16, 8, 8, 8, 8]);
-    }
-
-    #[test]
-    fn a_witness_is_a_server_of_jobs_with_replicas_and_never_the_only_one() {
-        let wanted = ["a", "witness"].map(String::from);
-        let check = |replicas, holders: &[u32]| {
-            let holders: Vec<ServerId> = holders.iter().copied().map(ServerId).collect();
-            check_holders(replicas, &holders, &wanted).map_err(|fault| fault.value)
-        };
-        assert_eq!((check(2, &[0]), check(1, &[0, 1])), (Ok(()), Ok(())));
-        assert_eq!(check(1, &[0]), Err("a,witness, with a witness".into()));
-        assert_eq!(check(2, &[]), Err("a,witness, witnesses alone".into()));
     }
 
     #[test]

@@ -201,6 +201,23 @@ fn assign_among(
     Some(moves)
 }
 
+/// Refuses witnesses alone, and any witness of a job without replicas, which would end with it. `holders` are the wanted
+/// servers that keep shards.
+///
+/// # Errors
+/// `Precondition` with field `servers`.
+pub fn check_holders(replicas: u32, holders: &[ServerId], wanted: &[String]) -> Result<(), Fault> {
+    let (what, limit, remedy) = match holders.len() {
+        0 => ("witnesses alone", "a server that keeps shards", "name other servers too"),
+        some if some < wanted.len() && replicas == 1 => {
+            ("with a witness", "servers that keep shards, in a job without replicas", "leave the witness out")
+        }
+        _ => return Ok(()),
+    };
+    let value = format!("{}, {what}", wanted.join(","));
+    Err(Fault::new(FaultKind::Precondition, "servers", value, limit, remedy))
+}
+
 /// Returns the job's servers if some shard lacks its replica, and another server could have one.
 pub(super) fn without_replicas(placement: &Placement) -> Vec<String> {
     let lacks = placement.unreplicated() > 0 && placement.members().count() > 1;
@@ -312,6 +329,18 @@ pub(super) mod tests {
         let servers: BTreeSet<ServerId> = after.owners.iter().copied().collect();
         let of = |server| (server, after.owned(server).into_iter().map(|shard| shard.0).collect());
         servers.into_iter().map(of).collect()
+    }
+
+    #[test]
+    fn a_witness_is_a_server_of_jobs_with_replicas_and_never_the_only_one() {
+        let wanted = ["a", "witness"].map(String::from);
+        let check = |replicas, holders: &[u32]| {
+            let holders: Vec<ServerId> = holders.iter().copied().map(ServerId).collect();
+            check_holders(replicas, &holders, &wanted).map_err(|fault| fault.value)
+        };
+        assert_eq!((check(2, &[0]), check(1, &[0, 1])), (Ok(()), Ok(())));
+        assert_eq!(check(1, &[0]), Err("a,witness, with a witness".into()));
+        assert_eq!(check(2, &[]), Err("a,witness, witnesses alone".into()));
     }
 
     #[test]
