@@ -212,14 +212,16 @@ impl Cluster {
                 }
                 None => Answer::Silent,
             };
-            let address = |server: ServerId| &*placement.servers[server.0 as usize];
+            let address = |server: ServerId| placement.servers[server.0 as usize].clone();
+            let members: BTreeMap<ServerId, String> =
+                placement.members().map(|server| (server, address(server))).collect();
             // As in a later look, a server that is given up has no voice, and counts as a member.
-            let asked = placement.members().filter(|server| !reached.lost.contains(server));
-            let answers: Vec<_> = asked.map(|server| (server, answer(address(server)))).collect();
-            let known = |server: ServerId| peers.iter().find(|peer| peer.address == address(server)).cloned();
+            let asked = members.iter().filter(|(server, _)| !reached.lost.contains(server));
+            let answers: Vec<_> = asked.map(|(&server, address)| (server, answer(address))).collect();
+            let known = |address: &str| peers.iter().find(|peer| peer.address == address).cloned();
             let peers: BTreeMap<ServerId, Peer> =
-                placement.members().filter_map(|server| Some((server, known(server)?))).collect();
-            reached.lost.extend(self.say_lost(&answers, &placement, &peers).await);
+                members.iter().filter_map(|(&server, address)| Some((server, known(address)?))).collect();
+            reached.lost.extend(self.say_lost(&answers, &members, &peers).await);
         }
         false
     }

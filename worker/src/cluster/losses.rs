@@ -11,7 +11,7 @@ use std::{
 };
 
 use futures_util::future::{join, join_all};
-use longshore_proto::{Fault, Incarnation, Placement, Rank, ServerId};
+use longshore_proto::{Fault, Incarnation, Rank, ServerId};
 use longshore_wire::{
     Wire, fault_from_status,
     v1::{DescribeResponse, Phase, RetireRequest, ScaleRequest},
@@ -81,10 +81,10 @@ impl Cluster {
     pub(super) async fn say_lost(
         &self,
         answers: &[(ServerId, Answer)],
-        placement: &Placement,
+        members: &BTreeMap<ServerId, String>,
         peers: &BTreeMap<ServerId, Peer>,
     ) -> Vec<ServerId> {
-        let lost = lost(answers, placement.members().count());
+        let lost = lost(answers, members.len());
         let filled = answers.iter().filter(|(_, answer)| *answer == Answer::Filled);
         let told: Vec<&Peer> = filled.filter_map(|(server, _)| peers.get(server)).collect();
         let numbers: Vec<u32> = lost.iter().map(|server| server.0).collect();
@@ -119,8 +119,7 @@ impl Cluster {
                 Some((_, Answer::Forgetful)) => "was started again and holds nothing of the job",
                 _ => "is silent, and most servers answer",
             };
-            let server = &placement.servers[server.0 as usize];
-            tracing::warn!(job = %self.job(), server, reason, "given up as lost");
+            tracing::warn!(job = %self.job(), server = members.get(server), reason, "given up as lost");
         }
         lost
     }
@@ -207,7 +206,7 @@ impl Losses {
             silent.clear();
         }
         *looked = now;
-        let placement = cluster.placement();
+        let members = cluster.members();
         let mut answer = |server: ServerId| {
             let answer = answers.iter().find(|(of, _)| *of == server).map(|(_, answer)| answer);
             let answer = answer.map_or(Answer::Silent, answer_of);
@@ -218,10 +217,10 @@ impl Losses {
             }
             answer
         };
-        let members = placement.members().filter(|&server| !cluster.has_left(server));
-        let answers: Vec<_> = members.map(|server| (server, answer(server))).collect();
+        let asked = members.keys().copied().filter(|&server| !cluster.has_left(server));
+        let answers: Vec<_> = asked.map(|server| (server, answer(server))).collect();
         let peers = cluster.servers().map(|server| (server, cluster.peer(server).clone())).collect();
-        let lost = cluster.say_lost(&answers, &placement, &peers).await;
+        let lost = cluster.say_lost(&answers, &members, &peers).await;
         gone.extend(&lost);
         cluster.give_up(&lost);
     }

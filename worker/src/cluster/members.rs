@@ -48,6 +48,19 @@ struct State {
     tiers: BTreeMap<ServerId, TierKind>,
 }
 
+impl State {
+    /// The placement's servers, and those that joined and await the decision that adds them.
+    fn members(&self) -> impl Iterator<Item = ServerId> {
+        let added = |server: &&ServerId| server.0 as usize >= self.placement.servers.len();
+        self.placement.members().chain(self.connected.iter().filter(added).copied())
+    }
+
+    fn has_left(&self, server: ServerId) -> bool {
+        let address = self.placement.servers.get(server.0 as usize);
+        address.is_some_and(String::is_empty) || self.lost.contains(&server)
+    }
+}
+
 impl Members {
     pub(super) fn new(placement: Placement, connected: Vec<ServerId>) -> Members {
         let (lost, forgetful, is_back, moved, tiers) = Default::default();
@@ -75,9 +88,8 @@ impl Members {
 
     pub(super) fn give_up(&self, named: &[ServerId]) {
         self.change(|state| {
-            let placement = &state.placement;
-            let lost: Vec<ServerId> = placement.members().filter(|member| named.contains(member)).collect();
-            if placement.last_of(&lost).is_none() {
+            let lost: Vec<ServerId> = state.members().filter(|member| named.contains(member)).collect();
+            if state.placement.last_of(&lost).is_none() {
                 state.connected.retain(|server| !lost.contains(server));
                 state.lost.extend(lost);
             }
@@ -92,6 +104,15 @@ impl Members {
 impl Cluster {
     pub(crate) fn placement(&self) -> Arc<Placement> {
         self.members.read(|state| Arc::clone(&state.placement))
+    }
+
+    /// The job's servers with their addresses, also those that await the decision that adds them.
+    pub(super) fn members(&self) -> BTreeMap<ServerId, String> {
+        self.members.read(|state| {
+            let known = |server: ServerId| state.placement.servers.get(server.0 as usize);
+            let address = |server| known(server).map_or_else(|| self.address(server).into(), String::clone);
+            state.members().map(|server| (server, address(server))).collect()
+        })
     }
 
     /// The connected servers of the job, in the order of their numbers.
@@ -246,11 +267,12 @@ impl Cluster {
         });
     }
 
-    /// Notes that a server is connected and joined, unless it has left the job meanwhile.
+    /// Notes that a server is connected and joined, unless it has left the job or was given up meanwhile.
     pub(crate) fn add_member(&self, server: ServerId) {
         self.members.change(|state| {
-            let has_left = state.placement.servers.get(server.0 as usize).is_some_and(String::is_empty);
-            if !has_left && let Err(at) = state.connected.binary_search(&server) {
+            if !state.has_left(server)
+                && let Err(at) = state.connected.binary_search(&server)
+            {
                 state.connected.insert(at, server);
             }
         });
@@ -258,10 +280,7 @@ impl Cluster {
 
     /// Returns true if a server has left the job, or is given up.
     pub(crate) fn has_left(&self, server: ServerId) -> bool {
-        self.members.read(|state| {
-            let address = state.placement.servers.get(server.0 as usize);
-            address.is_some_and(String::is_empty) || state.lost.contains(&server)
-        })
+        self.members.read(|state| state.has_left(server))
     }
 
     /// The servers that answer at another address than the job's servers know.
