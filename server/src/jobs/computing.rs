@@ -143,11 +143,13 @@ fn fail_if_panics(job: &Job, body: impl FnOnce() -> Result<(), Fault>) {
 
 #[cfg(test)]
 mod tests {
+    use longshore_proto::Incarnation;
+
     use crate::jobs::tests::{jobs, wanted};
 
     #[tokio::test]
     async fn a_compute_thread_that_panics_fails_its_job() {
-        let (_, handle) = jobs().open(wanted("run", None), None).await.unwrap();
+        let (_, handle) = jobs().open(wanted("run", None), false, Incarnation::default()).await.unwrap();
         super::fail_if_panics(&handle.job, || panic!("in block 3"));
         let fault = handle.job.protocol.check_alive().unwrap_err();
         assert!(fault.field == "job.compute" && fault.value.contains("in block 3"), "{fault}");

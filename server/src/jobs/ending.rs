@@ -217,7 +217,8 @@ mod tests {
     #[tokio::test]
     async fn a_step_back_whose_caller_is_gone_at_its_turn_does_nothing() {
         let jobs = jobs();
-        let (_, handle) = Arc::clone(&jobs).open(wanted("run", None), None).await.unwrap();
+        let (_, handle) =
+            Arc::clone(&jobs).open(wanted("run", None), false, Incarnation::default()).await.unwrap();
         let name = JobName::parse("job", "run").unwrap();
         let step_back = || {
             let to =
@@ -237,9 +238,10 @@ mod tests {
     #[tokio::test]
     async fn a_late_deletion_leaves_a_later_job_of_the_name() {
         let jobs = jobs();
-        let (_, first) = Arc::clone(&jobs).open(wanted("run", None), None).await.unwrap();
+        let (_, first) =
+            Arc::clone(&jobs).open(wanted("run", None), false, Incarnation::default()).await.unwrap();
         Arc::clone(&jobs).delete("run", false).await.unwrap();
-        Arc::clone(&jobs).open(wanted("run", None), None).await.unwrap();
+        Arc::clone(&jobs).open(wanted("run", None), false, Incarnation::default()).await.unwrap();
         assert!(
             jobs.delete_open(&first).is_err(),
             "a call that had found the first job deletes nothing more"

@@ -21,11 +21,13 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 use longshore_engine::{
     admission::{Budget, Need},
     job::{Compute, Job, room},
+    step::Phase,
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
 use longshore_proto::{
@@ -281,6 +283,26 @@ impl Jobs {
         Ok(())
     }
 
+    /// Ends a job after an hour in which no rank 0 has given this server a part in it, or since it has left the job.
+    pub(crate) fn end_unused(self: &Arc<Self>, handle: &Arc<JobHandle>) {
+        /// Servers that are opened for one wish differ in the time that they take for it: a terabyte takes minutes.
+        const UNUSED: Duration = Duration::from_secs(3600);
+        let (jobs, handle) = (Arc::clone(self), Arc::downgrade(handle));
+        tokio::spawn(async move {
+            tokio::time::sleep(UNUSED).await;
+            let Some(handle) = handle.upgrade().filter(|handle| !handle.is_closed()) else { return };
+            let (name, placement) = (handle.job.spec().name.clone(), handle.job.placement());
+            let is_loading = handle.job.progress().phase == Phase::Loading;
+            let is_member = placement.members().any(|member| member == handle.job.server());
+            if is_member && !(handle.job.is_spare() && is_loading) {
+                return;
+            }
+            if let Err(fault) = jobs.retire(handle, &placement).await {
+                tracing::warn!(job = %name, %fault, "a job that this server has left stays behind");
+            }
+        });
+    }
+
     /// Remembers a deletion, for ranks that call later.
     fn note_deleted(&self, name: &JobName) {
         let mut deleted = self.deleted();
@@ -311,38 +333,41 @@ impl Jobs {
     }
 
     /// Returns the job of this name, created if absent. Waits while another call opens it. True: created.
-    /// `new`: the server is no part of the job yet, so that a job which owns no shard here begins anew, for the process of rank 0
-    /// with this incarnation.
+    /// `is_new` says that the server is no part of the job yet: a job that owns no shard here, or has left this server, begins
+    /// anew. `incarnation` is that of rank 0's process, which fences earlier ones; 0 for other callers.
     pub(crate) async fn open(
         self: Arc<Self>,
         wanted: StoredJob,
-        new: Option<Incarnation>,
+        is_new: bool,
+        incarnation: Incarnation,
     ) -> Result<(bool, Arc<JobHandle>), Fault> {
         let turn = self.turns.take(&wanted.spec.name).await?;
-        blocking(move || self.open_now(wanted, new, &turn)).await
+        blocking(move || self.open_now(wanted, is_new, incarnation, &turn)).await
     }
 
     /// Blocks while memory is touched, and while a drive keeps the fence.
     fn open_now(
         &self,
         wanted: StoredJob,
-        new: Option<Incarnation>,
+        is_new: bool,
+        incarnation: Incarnation,
         turn: &Turn,
     ) -> Result<(bool, Arc<JobHandle>), Fault> {
-        let fence = |handle: &JobHandle| match new {
-            Some(incarnation) if incarnation != Incarnation::default() => {
-                handle.job.protocol.fence(Rank(0), incarnation)?;
-                handle.job.protocol.keep_joined()
+        let fence = |handle: &JobHandle| {
+            if incarnation == Incarnation::default() {
+                return Ok(());
             }
-            _ => Ok(()),
+            handle.job.protocol.fence(Rank(0), incarnation)?;
+            handle.job.protocol.keep_joined()
         };
-        // An operator's command that was fenced must not replace what a newer one has prepared.
-        if let Some(handle) = self.get(wanted.spec.name.as_str()).ok().filter(|handle| handle.job.is_spare())
-        {
+        // A call that was fenced must neither replace what a newer one has prepared, nor give away its room.
+        if let Ok(handle) = self.get(wanted.spec.name.as_str()) {
             fence(&handle)?;
         }
-        let (created, handle) = self.open_unfenced(wanted, new.is_some(), turn)?;
-        fence(&handle)?;
+        let (created, handle) = self.open_unfenced(wanted, is_new, turn)?;
+        if created {
+            fence(&handle)?;
+        }
         Ok((created, handle))
     }
 
@@ -385,14 +410,12 @@ impl Jobs {
         let wants = wanted.placement.held(wanted.server);
         let is_other = (handle.job.server(), spec.tier) != (wanted.server, wanted.spec.tier)
             || handle.job.opened() != wants;
-        if is_new && handle.job.is_spare() && is_other {
+        // A server may have stopped before it heard of its removal, or before the job was ended here.
+        let newest = if wanted.placement.epoch > placement.epoch { &wanted.placement } else { &placement };
+        let has_left = newest.servers.get(handle.job.server().0 as usize).is_some_and(String::is_empty);
+        if is_new && (has_left || handle.job.is_spare() && is_other) {
             self.delete_open(&handle)?;
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
-        }
-        if is_new && placement.servers.get(handle.job.server().0 as usize).is_some_and(String::is_empty) {
-            let remedy = "it is tried again: rank 0 ends the job here some steps after its removal";
-            let limit = "one that the job has left for good, or was never on";
-            return Err(Fault::new(FaultKind::Unavailable, "server", wanted.server.0, limit, remedy));
         }
         if wanted.placement.epoch > placement.epoch {
             handle.job.make_room(&wants)?;
@@ -572,21 +595,36 @@ mod tests {
         };
         for (owners, is_anew) in [([0, 2], true), ([2, 0], true), ([2, 0], false)] {
             let (opened, handle) =
-                Arc::clone(&jobs).open(prepared(owners), Some(Incarnation(2))).await.unwrap();
+                Arc::clone(&jobs).open(prepared(owners), true, Incarnation(2)).await.unwrap();
             let shard = owners.iter().position(|&owner| owner == 2).unwrap() as u32;
             assert_eq!((opened, handle.job.opened()), (is_anew, vec![ShardId(shard)]));
         }
-        let older = Arc::clone(&jobs).open(prepared([0, 2]), Some(Incarnation(1))).await;
+        let older = Arc::clone(&jobs).open(prepared([0, 2]), true, Incarnation(1)).await;
         assert_eq!(older.err().map(|fault| fault.kind), Some(FaultKind::Fenced));
+    }
+
+    #[tokio::test]
+    async fn a_server_that_has_left_begins_anew() {
+        let jobs = jobs();
+        let first = wanted("run", None);
+        let mut again = first.clone();
+        again.placement.servers = ["", "there", "here"].map(str::to_string).to_vec();
+        (again.placement.owners, again.placement.epoch) = (vec![ServerId(2)], Epoch(5));
+        again.server = ServerId(2);
+        Arc::clone(&jobs).open(first, false, Incarnation::default()).await.unwrap();
+        let older = Arc::clone(&jobs).open(again.clone(), false, Incarnation(1)).await;
+        assert_eq!(older.err().map(|fault| fault.kind), Some(FaultKind::Conflict));
+        let (is_anew, handle) = Arc::clone(&jobs).open(again, true, Incarnation(1)).await.unwrap();
+        assert_eq!((is_anew, handle.job.server()), (true, ServerId(2)));
     }
 
     #[tokio::test]
     async fn a_job_that_takes_long_holds_up_no_other() {
         let jobs = jobs();
         let stuck = jobs.turns.take(&JobName::parse("job", "a").unwrap()).await.unwrap();
-        assert!(Arc::clone(&jobs).open(wanted("b", None), None).await.unwrap().0);
+        assert!(Arc::clone(&jobs).open(wanted("b", None), false, Incarnation::default()).await.unwrap().0);
         assert!(Arc::clone(&jobs).delete("b", false).await.is_ok());
-        let waits = tokio::spawn(Arc::clone(&jobs).open(wanted("a", None), None));
+        let waits = tokio::spawn(Arc::clone(&jobs).open(wanted("a", None), false, Incarnation::default()));
         tokio::task::yield_now().await;
         assert!(!waits.is_finished());
         drop(stuck);
@@ -597,10 +635,13 @@ mod tests {
     async fn jobs_that_are_opened_at_once_share_their_owners_quota() {
         let jobs = jobs();
         let admitted = jobs.admit(&wanted("a", Some("team"))).unwrap();
-        let refused = Arc::clone(&jobs).open(wanted("b", Some("team")), None).await.err();
+        let refused =
+            Arc::clone(&jobs).open(wanted("b", Some("team")), false, Incarnation::default()).await.err();
         assert_eq!(refused.map(|fault| fault.field).as_deref(), Some("quota.jobs"));
         assert!(jobs.admit(&wanted("c", Some("others"))).is_ok());
         drop(admitted);
-        assert!(Arc::clone(&jobs).open(wanted("b", Some("team")), None).await.is_ok());
+        assert!(
+            Arc::clone(&jobs).open(wanted("b", Some("team")), false, Incarnation::default()).await.is_ok()
+        );
     }
 }

@@ -72,10 +72,15 @@ impl Server {
         tracing::info!(address = shown, threads = config.threads, %isa, memory = config.memory, "serving");
         // Recovery runs while calls are answered, so that clients learn why they wait. Its own thread keeps a stopping
         // server from waiting for it.
-        let jobs = services.jobs.clone();
+        let (jobs, runtime) = (services.jobs.clone(), tokio::runtime::Handle::current());
+        let recover = move || {
+            let _spawns = runtime.enter();
+            jobs.recover(stored);
+            jobs.all().iter().for_each(|handle| jobs.end_unused(handle));
+        };
         std::thread::Builder::new()
             .name("recover".into())
-            .spawn(move || jobs.recover(stored))
+            .spawn(recover)
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
         Ok(Server { address, config, services, users, stop, serving, health, _socket_file, directories })
     }

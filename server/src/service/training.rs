@@ -1,12 +1,9 @@
 //! Training: open, join, commit, pause, leave. Statistics and watch have modules of their own.
 
-use std::{
-    sync::{Arc, Weak},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use longshore_engine::{
-    record::{Joined, Record},
+    record::{Joined, Record, Standing},
     step::{Phase, Progress},
     tier::StoredJob,
 };
@@ -30,7 +27,7 @@ use super::{
     stand, stats, watch,
 };
 use crate::{
-    jobs::{Decided, JobHandle, Jobs},
+    jobs::{Decided, JobHandle},
     trust::Caller,
 };
 
@@ -39,8 +36,6 @@ use crate::{
 const FOLDER_PATIENCE: Duration = Duration::from_secs(10);
 /// Longest wait of a Join for rank 0 to say another number of ranks.
 const RANK_0_PATIENCE: Duration = Duration::from_secs(2);
-/// Time after which a server gives up a job that it has left, though no rank 0 has said so.
-const RETIRING: Duration = Duration::from_secs(600);
 
 #[tonic::async_trait]
 impl Training for Services {
@@ -168,9 +163,12 @@ impl Services {
         self.check_not_evicted(&spec.name).await?;
         let jobs = self.jobs.clone();
         let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
-        let new = request.is_new.then_some(Incarnation(request.incarnation));
-        let (created, handle) = jobs.open(wanted, new).await?;
+        let is_new = request.is_new;
+        let (created, handle) = jobs.open(wanted, is_new, Incarnation(request.incarnation)).await?;
         let job = &handle.job;
+        if created && is_new {
+            self.jobs.end_unused(&handle);
+        }
         if created {
             tracing::info!(
                 job = %job.spec().name,
@@ -297,7 +295,7 @@ impl Services {
             }
             handle.fetch_awaited(self.tls_dir.as_deref());
             if removed.contains(&handle.job.server()) {
-                tokio::spawn(retire_late(Arc::clone(&self.jobs), Arc::downgrade(&handle)));
+                self.jobs.end_unused(&handle);
             }
         }
         if !duplicate {
@@ -325,7 +323,13 @@ impl Services {
         let most = handle.job.spec().world_size;
         let world_size = if progress.world_size < most { progress.world_size } else { 0 };
         let left_out = wire::left_outs_from_wire(progress.left_out);
-        let record = Record { left_out, ..Record::new(Version(progress.version), progress.applied, commit) };
+        // A pause that came with the commit is in that. Another one is kept by itself.
+        let is_paused_since =
+            !progress.pause_reason.is_empty() && commit.as_ref().is_none_or(|of| of.pause_reason.is_empty());
+        let paused = Standing { paused: Some(progress.pause_reason), loss_scale: None };
+        let standing = is_paused_since.then_some(paused);
+        let version = Version(progress.version);
+        let record = Record { left_out, standing, ..Record::new(version, progress.applied, commit) };
         let mut ranks = vec![None; most as usize];
         for member in request.ranks {
             let joined = Joined {
@@ -342,8 +346,8 @@ impl Services {
         }
         let job = Arc::clone(&handle.job);
         blocking(move || job.begin(incarnation, placement, record, &ranks)).await?;
-        handle.decided(Version(progress.version));
-        tracing::info!(job = request.job, version = progress.version, "takes part from here on");
+        handle.decided(version);
+        tracing::info!(job = request.job, version = version.0, "takes part from here on");
         Ok(())
     }
 
@@ -356,7 +360,7 @@ impl Services {
         stand(&handle, move |job| job.place(incarnation, version, placement.clone())).await?;
         handle.fetch_awaited(self.tls_dir.as_deref());
         if !members.contains(&handle.job.server()) {
-            tokio::spawn(retire_late(Arc::clone(&self.jobs), Arc::downgrade(&handle)));
+            self.jobs.end_unused(&handle);
         }
         tracing::info!(job = request.job, %version, epoch = epoch.0, "the servers change between two steps");
         Ok(())
@@ -407,16 +411,6 @@ impl Services {
         stand(&handle, move |job| job.protocol.pause(incarnation, &reason)).await?;
         tracing::warn!(job = request.job, reason = request.reason, "job paused");
         Ok(v1::PauseResponse {})
-    }
-}
-
-/// Gives up a job that this server has left, if rank 0 has not said so in time.
-async fn retire_late(jobs: Arc<Jobs>, handle: Weak<JobHandle>) {
-    tokio::time::sleep(RETIRING).await;
-    let Some(handle) = handle.upgrade().filter(|handle| !handle.is_closed()) else { return };
-    let (name, placement) = (handle.job.spec().name.clone(), handle.job.placement());
-    if let Err(fault) = jobs.retire(handle, &placement).await {
-        tracing::warn!(job = %name, %fault, "a job that this server has left stays behind");
     }
 }
 

@@ -191,7 +191,10 @@ impl Losses {
         // A lost server is asked beside the others, so that a look takes no longer than one wait.
         let end_lost = removed.iter().map(|&server| cluster.end_lost(server));
         let (answers, have_ended) = join(cluster.hear_of_losses(), join_all(end_lost)).await;
-        if cluster.options.rank != Rank(0) {
+        let mut leading = answers.values().flatten().filter_map(|answer| answer.ranks.first());
+        let is_replaced = leading.any(|rank| cluster.options.process.is_replaced_by(rank.incarnation));
+        // An earlier process of rank 0 has links of its own, and must not judge servers for its successor.
+        if cluster.options.rank != Rank(0) || is_replaced || cluster.waits.check().is_err() {
             return;
         }
         for (server, _) in removed.into_iter().zip(have_ended).filter(|(_, has_ended)| *has_ended) {

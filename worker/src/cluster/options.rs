@@ -96,6 +96,11 @@ impl Process {
         let _ = self.0.compare_exchange(0, first.max(1), Relaxed, Relaxed);
     }
 
+    /// Returns true if this process began, and has not given the number `newest`, but smaller ones.
+    pub(crate) fn is_replaced_by(&self, newest: u64) -> bool {
+        self.has_begun() && newest >= self.0.load(Relaxed)
+    }
+
     pub(crate) fn take(&self) -> Incarnation {
         Incarnation(self.0.fetch_add(1, Relaxed))
     }

@@ -20,7 +20,7 @@ use longshore_proto::{
     Version, limits::DEFAULT_MAX_EXPOSED,
 };
 
-use super::moves::{Added, Plan, awaits_nothing, begin_all, leaving, prepare};
+use super::moves::{Added, Plan, Unprepared, awaits_nothing, begin_all, give_up, leaving, prepare};
 use crate::{
     cluster::Cluster,
     error::Result,
@@ -54,10 +54,25 @@ pub fn move_idle(
         let mut idle = Idle { cluster, incarnation, version, placement: (*cluster.placement()).clone() };
         idle.end_handovers().await?;
         let (placement, wanted) = (Arc::new(idle.placement.clone()), (servers.to_vec(), tier));
-        let mut plan =
-            prepare(Arc::clone(cluster), placement, wanted, asked_micros, DEFAULT_MAX_EXPOSED).await?;
+        let give_up_all = async |opened: Vec<Added>| {
+            join_all(opened.iter().map(|added| give_up(cluster, added, incarnation.0))).await;
+        };
+        let prepared = prepare(Arc::clone(cluster), placement, wanted, asked_micros, DEFAULT_MAX_EXPOSED);
+        let mut plan = match prepared.await {
+            Ok(plan) => plan,
+            Err(Unprepared { error, opened }) => {
+                give_up_all(opened).await;
+                return Err(error);
+            }
+        };
         if !plan.added.is_empty() {
-            let added = begin_all(cluster, &session.rank, &plan.added, version).await?;
+            let added = match begin_all(cluster, &session.rank, &plan.added, version).await {
+                Ok(added) => added,
+                Err(error) => {
+                    give_up_all(plan.added).await;
+                    return Err(error);
+                }
+            };
             for Added { server, peer } in plan.added.drain(..) {
                 cluster.add_peer(server, peer);
                 cluster.add_member(server);

@@ -32,7 +32,7 @@ use tonic::{Response, Status};
 use super::plan::{Moved, check_holders, heal, plan_moves, without_replicas};
 use crate::{
     cluster::{Cluster, Peer, Task},
-    error::{CallFailed, Result},
+    error::{CallFailed, Error, Result},
     host::{self, Instant},
     push::Gradients,
     rank::{RankState, clock_ahead},
@@ -57,7 +57,7 @@ pub(super) struct Moves {
     wanted: watch::Receiver<Wanted>,
     /// Time at which the newest fulfilled wish was asked for.
     pub(super) reached: u64,
-    preparing: Option<Task<Result<Plan>>>,
+    preparing: Option<Task<Result<Plan, Unprepared>>>,
     plan: Option<Plan>,
     /// Servers that were opened for an earlier wish, and take no part.
     unused: Vec<Added>,
@@ -135,6 +135,19 @@ impl Plan {
 
     pub(super) fn is_done(&self) -> bool {
         self.moves.is_empty() && self.replicas.is_empty()
+    }
+}
+
+/// A plan that failed.
+pub(super) struct Unprepared {
+    pub(super) error: Error,
+    /// Servers that may keep memory for it.
+    pub(super) opened: Vec<Added>,
+}
+
+impl<E: Into<Error>> From<E> for Unprepared {
+    fn from(error: E) -> Unprepared {
+        Unprepared { error: error.into(), opened: Vec::new() }
     }
 }
 
@@ -296,7 +309,10 @@ impl Moves {
                     (self.plan, self.obstacle) = (Some(plan), String::new());
                 }
                 Ok(Ok(replaced)) => self.unused.extend(replaced.added),
-                Ok(Err(error)) => self.put_off(&error),
+                Ok(Err(Unprepared { error, opened })) => {
+                    self.unused.extend(opened);
+                    self.put_off(&error);
+                }
                 Err(_) => {}
             }
         }
@@ -335,7 +351,7 @@ impl Moves {
         }
         self.obstacle = obstacle;
         self.not_before = Instant::now() + AGAIN;
-        self.plan = None;
+        self.unused.extend(self.plan.take().into_iter().flat_map(|plan| plan.added));
     }
 
     async fn next_change(&mut self, step: Step) -> Result<Option<PlacementChange>> {
@@ -480,7 +496,7 @@ pub(super) async fn prepare(
     (wanted, tier): (Vec<String>, Option<TierKind>),
     asked: u64,
     max_exposed: f64,
-) -> Result<Plan> {
+) -> Result<Plan, Unprepared> {
     let mut spec = cluster.spec().clone();
     let known =
         |address: &String| placement.members().find(|of| placement.servers[of.0 as usize] == *address);
@@ -547,7 +563,10 @@ pub(super) async fn prepare(
     for &server in members.iter().filter(|&&server| server.0 < first && gets(server)) {
         open(spec, server, cluster.peer(server), target, false).await?;
     }
-    try_join_all(added.iter().map(|Added { server, peer }| open(spec, *server, peer, target, true))).await?;
+    let opened = added.iter().map(|Added { server, peer }| open(spec, *server, peer, target, true));
+    if let Some(error) = join_all(opened).await.into_iter().find_map(Result::err) {
+        return Err(Unprepared { error, opened: added });
+    }
     let (shards, copies) = (moves.len(), replicas.len());
     tracing::info!(job = %cluster.job(), servers = ?wanted, shards, replicas = copies, max_exposed, "moving to other servers");
     let (moves, replicas) = (moves.into(), replicas.into());
@@ -555,11 +574,11 @@ pub(super) async fn prepare(
 }
 
 /// Ends the job on a server that was opened for it and takes no part.
-async fn give_up(cluster: &Cluster, Added { peer, .. }: &Added, incarnation: u64) {
+pub(super) async fn give_up(cluster: &Cluster, Added { peer, .. }: &Added, incarnation: u64) {
     let request = RetireRequest { job: cluster.job().to_string(), incarnation, placement: None };
     let retired = async { peer.training().retire(request).await };
     if let Err(error) = ask(cluster, peer, "Retire", cluster.options.deadline, retired).await {
-        tracing::info!(server = peer.address, %error, "gives the job up by itself, in ten minutes");
+        tracing::info!(server = peer.address, %error, "gives the job up by itself, in an hour");
     }
 }
 

@@ -274,14 +274,14 @@ impl Watcher {
         Err(self.cluster.explain(self.cluster.first(), "Watch", Some(commit.step), fault))
     }
 
-    /// Resumes the other servers on rank 0: an operator's call may have reached server 0 alone.
+    /// Resumes all servers on rank 0: an operator's call may have reached the watched one alone.
     fn spread_resume(&self, loss_scale: f64) {
         if self.cluster.options.rank != Rank(0) {
             return;
         }
         // The pause was at the version that was decided last. A later pause stays.
         let version = Version(self.seen.0);
-        for server in self.cluster.servers().skip(1) {
+        for server in self.cluster.servers() {
             let cluster = Arc::clone(&self.cluster);
             self.cluster.runtime.spawn_for_session(async move {
                 if let Err(error) = spread_on(&cluster, server, version, loss_scale).await {

@@ -10,7 +10,7 @@ use longshore_proto::{
     checksum::{self, BlockHash},
     limits::MAX_PAUSE_REASON_BYTES,
 };
-use longshore_wire::v1::{DeleteJobRequest, DescribeResponse, PauseRequest, ScaleRequest};
+use longshore_wire::v1::{DeleteJobRequest, DescribeResponse, PauseRequest, ScaleRequest, Scaling};
 
 use crate::{
     cluster::{Backoff, Cluster},
@@ -113,6 +113,14 @@ async fn delete_by(
     }
 }
 
+/// Returns the time of a new wish: now, and later than every wish that servers have heard, since clocks differ. Rank 0 may
+/// know of a wish from any server, and the latest one counts.
+pub fn asked_after<'a>(known: impl Iterator<Item = &'a Scaling>) -> u64 {
+    let newest = known.map(|scaling| scaling.asked_micros.max(scaling.reached_micros)).max();
+    let now = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_micros() as u64);
+    now.max(newest.unwrap_or(0).saturating_add(1))
+}
+
 /// Asks every server of the job to keep the wish for these servers, which rank 0 then fulfils with its decisions.
 pub(super) async fn scale_all(
     cluster: &Cluster,
@@ -120,8 +128,8 @@ pub(super) async fn scale_all(
     tier: Option<TierKind>,
     max_exposed: f64,
 ) -> Result<()> {
-    // Rank 0 may know of the wish from any server, and the latest one counts.
-    let asked_micros = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_micros() as u64);
+    let answers = cluster.describe_all(false, cluster.options.deadline).await?;
+    let asked_micros = asked_after(answers.values().filter_map(|answer| answer.scaling.as_ref()));
     let (job, servers) = (cluster.job().to_string(), servers.to_vec());
     let tier = tier.map_or(0, TierKind::number);
     let request = &ScaleRequest { job, servers, asked_micros, max_exposed, tier, ..Default::default() };

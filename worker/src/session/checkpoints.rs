@@ -88,23 +88,27 @@ async fn write_and_seal(cluster: &Cluster, author: Author, name: &str) -> Result
     let end = start + cluster.options.slow_deadline;
     let mut tried = 0;
     let mut backoff = Backoff::new();
-    let parts = loop {
-        match parts(cluster, author, name, tried).await {
+    loop {
+        match try_write_and_seal(cluster, author, name, tried).await {
             Err(Error::Call(failed)) if is_busy(&failed.fault) => {
                 if !backoff.pause(end).await {
                     return Err(Error::Call(failed));
                 }
             }
-            // A commit came between, and the named version is no longer the current one.
+            // A commit came between: the named version is no longer the current one, or the job has other servers.
             Err(Error::Call(failed)) if has_passed(&failed.fault) => {
                 tried += 1;
                 if tried == TRIES || Instant::now() > end {
                     return Err(moving_target(cluster, start, failed.fault));
                 }
             }
-            other => break other?,
+            other => return other,
         }
-    };
+    }
+}
+
+async fn try_write_and_seal(cluster: &Cluster, author: Author, name: &str, tried: u32) -> Result<Checkpoint> {
+    let parts = parts(cluster, author, name, tried).await?;
     let version = Version(parts.first().map_or(0, |part| part.version));
     let sealed = seal(cluster, author, name, parts.into_iter().map(|part| part.part).collect()).await?;
     let shared = sealed.iter().all(|sealed| sealed.visible_parts == sealed.parts);

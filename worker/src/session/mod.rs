@@ -27,7 +27,7 @@ use longshore_proto::{Incarnation, JobSpec, Layout, Rank, TierKind, Version, che
 use longshore_wire::{Author, v1};
 
 pub use self::{
-    admin::StateHash,
+    admin::{StateHash, asked_after},
     checkpoints::{Checkpoint, checkpoint_name, common, is_taken, numbered},
     export::ExportedVersion,
     go_back::GoBack,

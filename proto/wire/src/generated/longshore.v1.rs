@@ -2005,7 +2005,7 @@ pub mod training_client {
             self.inner.unary(req, path, codec).await
         }
         /// Ends a job on a server that has left it (PlacementChange.removed), or was given up and runs again (PlacementChange.lost). Rank
-        /// 0 calls it once every rank knows; a server that hears of its removal and nothing else gives the job up after ten minutes.
+        /// 0 calls it once every rank knows; a server that hears of its removal and nothing else gives the job up after an hour.
         pub async fn retire(
             &mut self,
             request: impl tonic::IntoRequest<super::RetireRequest>,
@@ -2130,7 +2130,7 @@ pub mod training_server {
             request: tonic::Request<super::BeginRequest>,
         ) -> std::result::Result<tonic::Response<super::BeginResponse>, tonic::Status>;
         /// Ends a job on a server that has left it (PlacementChange.removed), or was given up and runs again (PlacementChange.lost). Rank
-        /// 0 calls it once every rank knows; a server that hears of its removal and nothing else gives the job up after ten minutes.
+        /// 0 calls it once every rank knows; a server that hears of its removal and nothing else gives the job up after an hour.
         async fn retire(
             &self,
             request: tonic::Request<super::RetireRequest>,

@@ -24,6 +24,7 @@ use super::{
     manifest::{self, Manifest},
     part::{Part, Table},
     read::PartReader,
+    write::other_servers,
 };
 use crate::job::StoredImages;
 
@@ -153,13 +154,11 @@ fn parse(job: &JobName, texts: &[String]) -> Result<Vec<Part>, Fault> {
         if part.job != *job {
             return Err(invalid(field("job"), &part.job, format!("{job}, the job to seal")));
         }
-        if part.servers as usize != texts.len() || part.server >= part.servers {
-            let value = format!("{} of {}", part.server, part.servers);
-            return Err(invalid(
-                field("server"),
-                value,
-                format!("one of {}, as many as there are parts", texts.len()),
-            ));
+        if part.servers as usize != texts.len() {
+            return Err(other_servers(texts.len() as u32, part.servers));
+        }
+        if part.server >= part.servers {
+            return Err(invalid(field("server"), part.server, format!("below {}", part.servers)));
         }
         // This also keeps a part from naming a file elsewhere.
         let expected = Part::file_name(part.server, part.servers);

@@ -81,6 +81,9 @@ impl Store {
         let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
         let (snapshot, layout) = job.begin_checkpoint(expected)?;
         let shards = snapshot.shards(deadline)?;
+        if (number, count) != job.part() {
+            return Err(other_servers(count, job.part().1));
+        }
         let plan = plan(job, &shards, &spec);
         let sink = Sink::prepare(job, &plan, target, sequence)?;
         let written = sink.record(&plan, &spec, (snapshot, layout), deadline);
@@ -142,6 +145,12 @@ fn own_part(job: &Job, manifest: Manifest) -> Option<Part> {
 fn taken(name: &str) -> Fault {
     let remedy = "choose another name; sealed checkpoints are never overwritten";
     Fault::new(FaultKind::Conflict, "name", name, "not a sealed checkpoint's of another state", remedy)
+}
+
+/// The refusal of a version whose decision, or a later one, changed the number of parts. Callers ask for another version.
+pub(super) fn other_servers(asked: u32, servers: u32) -> Fault {
+    let (value, limit) = (format!("of {asked} servers"), format!("of {servers}, as many as the job has now"));
+    Fault::new(FaultKind::Precondition, "version", value, limit, "checkpoint again, on all of them")
 }
 
 pub(super) fn plan<'a>(job: &'a Job, shards: &'a [ShardId], spec: &[u8]) -> PartPlan<'a> {

@@ -13,8 +13,9 @@ pub(super) const RECORD_BYTES: usize = 4 * 1024 * 1024;
 const MAGIC: [u8; MAGIC_BYTES] = *b"LONGSREC";
 pub(super) const MAGIC_BYTES: usize = 8;
 pub(super) const FORMAT: u32 = 1;
-/// The format of a record of shards that moved: servers of earlier versions must not take it for one of all shards.
-pub(super) const MOVED: u32 = 2;
+/// The format of a record of shards that moved: servers of earlier versions must not take it for one of all shards. A record
+/// of format 2 has the checksum of each block that was fetched, where one of format 3 has a digest of a shard's.
+pub(super) const MOVED: u32 = 3;
 const HEAD: usize = 32;
 
 #[derive(Debug)]
@@ -64,7 +65,7 @@ fn checksum(frame: &[u8]) -> u64 {
 
 /// Returns true if a frame is whole but for its format: damage of the format's bytes is damage, and no newer format.
 fn is_whole_in_a_known_format(frame: &[u8]) -> bool {
-    [FORMAT, MOVED].iter().any(|format| {
+    (FORMAT..=MOVED).any(|format| {
         let frame = [&frame[..8], &format.to_le_bytes(), &frame[12..]].concat();
         frame[16..24] == checksum(&frame).to_le_bytes()
     })

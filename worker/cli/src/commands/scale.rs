@@ -6,7 +6,7 @@ use std::{
     collections::BTreeSet,
     panic::resume_unwind,
     thread,
-    time::{Duration, Instant, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use anyhow::Context;
@@ -15,7 +15,7 @@ use longshore_wire::{Wire, v1};
 use longshore_worker::{
     Error, Options, Session,
     pipeline::move_idle,
-    session::{is_loading, whole},
+    session::{asked_after, is_loading, whole},
 };
 use serde_json::json;
 
@@ -229,7 +229,6 @@ impl Args {
     ) -> anyhow::Result<Wish> {
         let access = &self.target.servers.access;
         let begun = Instant::now();
-        let asked_micros = UNIX_EPOCH.elapsed().map_or(1, |since| since.as_micros() as u64);
         loop {
             let mut seen = look(servers, &job)?;
             if seen.answers.is_empty() {
@@ -250,6 +249,7 @@ impl Args {
             let members = Servers::connect(&living, access)?;
             // A server that --servers does not name has ranks and a tier too.
             seen = look(&members, &job)?;
+            let asked_micros = asked_after(seen.scaling());
             let request = v1::ScaleRequest {
                 job: job.clone(),
                 servers: wanted.clone(),

@@ -47,7 +47,9 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let found = Found::ask(&args.servers, Duration::from_secs(args.deadline_s))?;
     if !out.is_json() {
         for (address, list) in &found.lists {
-            say!("{address}  {} of {} reserved", human(list.memory_reserved), human(list.memory_budget));
+            let (reserved, budget) = (human(list.memory_reserved), human(list.memory_budget));
+            let role = if list.is_witness { ", a witness" } else { "" };
+            say!("{address}  {reserved} of {budget} reserved{role}");
             list.identities.iter().for_each(|identity| say!("  {}", share_of(identity)));
         }
         found.silent.iter().for_each(|(address, why)| say!("{address}  {why}"));

@@ -2,18 +2,17 @@
 
 use std::{path::Path, sync::Mutex};
 
-use longshore_proto::{Fault, ServerId, ShardId};
+use longshore_proto::{Fault, FaultKind, ServerId, ShardId};
 
 use super::{
     super::{
         fault::{corrupt, io},
         folder::{Folder, Header},
         inspect::{Report, VersionReport},
-        record::{SECTOR, crc64},
     },
-    durable::{StoredRecord, get},
-    plan::{Apart, FilePlan, StorePlan},
-    recover::{Records, read_table},
+    durable::StoredRecord,
+    plan::{FilePlan, StorePlan},
+    recover::{Blocks, Records, read_table},
 };
 use crate::{
     ids::OwnedShard,
@@ -68,7 +67,7 @@ pub(super) fn check_version(
     };
     let (slots, roots) = (stored.slots, stored.roots[file]);
     let files: &FilePlan = &plan.files[file];
-    let mut check = Check { plan, files, disk, meta, report: &mut report };
+    let mut check = Check { blocks: Blocks { plan, disk, meta }, files, report: &mut report };
     // The tables cover a shard of the version, unless it lies apart.
     let is_covered = |owned: OwnedShard| {
         let place = &plan.shards[owned.index()];
@@ -79,24 +78,21 @@ pub(super) fn check_version(
         (files.state_table_at(slots.state), roots.state),
         &format!("slot {}", slots.state),
         |check, owned, block| match is_covered(owned) {
-            true => check.state_block(owned, slots.state, block).map(Some),
+            true => check.blocks.state(owned, slots.state, block).map(Some),
             false => Ok(None),
         },
     )?;
-    for Apart { owned, slot, checksums, images } in &stored.apart {
-        let (Some(&owned), Some(slot)) = (plan.order.get(*owned), *slot) else { continue };
-        if !files.owned.contains(&owned) {
+    for apart in &stored.apart {
+        let Some(&owned) = plan.order.get(apart.owned).filter(|owned| files.owned.contains(owned)) else {
             continue;
-        }
-        for (block, &expected) in checksums.iter().enumerate() {
-            let found = check.state_block(owned, slot, block)?;
-            check.compare((owned, block), &format!("slot {slot}"), (found, expected));
-        }
-        for (slot, checksums) in images {
-            for (block, &expected) in checksums.iter().enumerate() {
-                let found = check.image_block(owned, *slot, block)?.unwrap_or_default();
-                check.compare((owned, block), &format!("image slot {slot}"), (found, expected));
+        };
+        check.report.blocks += (plan.shards[owned.index()].blocks() * (1 + apart.images.len())) as u64;
+        match check.blocks.apart(owned, apart) {
+            Ok(_) => {}
+            Err(fault) if fault.kind == FaultKind::Corrupt => {
+                check.report.damaged.push(format!("{}, not {}", fault.value, fault.limit));
             }
+            Err(fault) => return Err(fault),
         }
     }
     if plan.images {
@@ -106,7 +102,7 @@ pub(super) fn check_version(
                 (files.image_table_at(slot), root),
                 &format!("image slot {slot}"),
                 |check, owned, block| match is_covered(owned) {
-                    true => check.image_block(owned, slot, block),
+                    true => check.blocks.image(owned, slot, block),
                     false => Ok(None),
                 },
             )?;
@@ -116,10 +112,8 @@ pub(super) fn check_version(
 }
 
 struct Check<'a> {
-    plan: &'a StorePlan,
+    blocks: Blocks<'a>,
     files: &'a FilePlan,
-    disk: &'a dyn Disk,
-    meta: &'a Mutex<Option<Region>>,
     report: &'a mut VersionReport,
 }
 
@@ -130,7 +124,8 @@ impl Check<'_> {
         what: &str,
         read: impl Fn(&Check<'_>, OwnedShard, usize) -> Result<Option<u64>, Fault>,
     ) -> Result<(), Fault> {
-        let table = match read_table(self.disk, self.meta, self.files, at, what) {
+        let Blocks { plan, disk, meta } = self.blocks;
+        let table = match read_table(disk, meta, self.files, at, what) {
             Ok(table) => table,
             Err(fault) => {
                 self.report.damaged.push(format!("{}, not {}", fault.value, fault.limit));
@@ -139,8 +134,7 @@ impl Check<'_> {
         };
         let mut checksums = table.into_iter();
         for &owned in &self.files.owned {
-            for (block, expected) in
-                checksums.by_ref().take(self.plan.shards[owned.index()].blocks()).enumerate()
+            for (block, expected) in checksums.by_ref().take(plan.shards[owned.index()].blocks()).enumerate()
             {
                 let found = read(self, owned, block)?;
                 if found.is_none() {
@@ -155,37 +149,11 @@ impl Check<'_> {
     fn compare(&mut self, (owned, block): (OwnedShard, usize), what: &str, (found, expected): (u64, u64)) {
         self.report.blocks += 1;
         if found != expected {
-            let shard: ShardId = self.plan.shards[owned.index()].shard;
-            let path = self.disk.path().display();
+            let shard: ShardId = self.blocks.plan.shards[owned.index()].shard;
+            let path = self.blocks.disk.path().display();
             self.report.damaged.push(format!(
                 "{path} ({what} of {shard}, block {block} of it: CRC-64 {found:016x}, not {expected:016x})"
             ));
         }
-    }
-
-    fn state_block(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<u64, Fault> {
-        let part = self.plan.state_part(owned, slot);
-        let (shape, mut array_at) = (self.plan.shards[owned.index()].shape, part.offset);
-        let mut found = Vec::new();
-        for (bytes, array) in
-            shape.block().into_iter().zip(shape.arrays(self.plan.shards[owned.index()].elements))
-        {
-            let at = array_at + (block * bytes) as u64;
-            // Blocks of 8-bit moments do not start on sectors.
-            let before = (at % SECTOR as u64) as usize;
-            let sectors = get(self.disk, self.meta, at - before as u64, before + bytes)?;
-            found.extend_from_slice(&sectors[before..]);
-            array_at += array as u64;
-        }
-        Ok(crc64([&*found]))
-    }
-
-    fn image_block(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<Option<u64>, Fault> {
-        if self.plan.shards[owned.index()].frozen {
-            return Ok(None);
-        }
-        let bytes = self.plan.image_block;
-        let part = self.plan.image_part(owned, slot);
-        Ok(Some(crc64([&*get(self.disk, self.meta, part.offset + (block * bytes) as u64, bytes)?])))
     }
 }

@@ -23,7 +23,7 @@ use super::{
     parts::{PART_BYTES, ReadWindow},
     plan::{Slots, StorePlan},
     ranks::{self, Ranks},
-    recover::{Records, read_table, remedy},
+    recover::{Blocks, Records, read_table, remedy},
 };
 use crate::{
     io::Disk,
@@ -206,6 +206,15 @@ impl NvmeTier {
         for (file, roots) in roots.iter().enumerate() {
             self.load_tables(file, slots, roots)
                 .map_err(|fault| Fault { remedy: remedy(previous), ..fault })?;
+        }
+        for apart in &apart {
+            let Some(&owned) = self.pager.plan.order.get(apart.owned) else { continue };
+            let file = self.pager.plan.shards[owned.index()].file;
+            let (disk, meta) = (&*self.pager.disks[file], &self.writer.meta[file]);
+            let read = Blocks { plan: &self.pager.plan, disk, meta }.apart(owned, apart);
+            if let Some(checksums) = read.map_err(|fault| Fault { remedy: remedy(previous), ..fault })? {
+                self.pager.lies_apart(owned, &checksums);
+            }
         }
         *crate::lock(&self.writer.epoch) = epoch + 1;
         let newer = records.valid.keys().copied().filter(|version| *version > record.version).collect();

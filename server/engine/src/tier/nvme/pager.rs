@@ -18,7 +18,8 @@ use super::{
         fault::{FIELD, corrupt, internal, io, without_place},
     },
     debts::Debts,
-    plan::{Apart, IMAGE_SLOTS, STATE_SLOTS, Slots, StorePlan},
+    plan::{Apart, Digest, IMAGE_SLOTS, STATE_SLOTS, Slots, StorePlan},
+    recover::ApartChecksums,
 };
 use crate::{
     ids::{OwnedShard, OwnedShards},
@@ -315,8 +316,18 @@ impl ShardPager {
         self.changed.notify_all();
     }
 
-    /// Begins with every shard in this slot, as in a recovered store, but for those that lie apart. The resident shards
-    /// are read first of all.
+    /// Takes the checksums of a shard that lies apart.
+    pub(super) fn lies_apart(&self, owned: OwnedShard, checksums: &ApartChecksums) {
+        let cells = &self.checksums[owned.index()];
+        let ApartChecksums { state, images } = checksums;
+        let images = images.iter().filter_map(|(slot, of)| Some((cells.images.get(*slot as usize)?, of)));
+        for (cells, checksums) in images.chain([(&cells.state, state)]) {
+            cells.iter().zip(checksums).for_each(|(cell, &checksum)| cell.store(checksum, Ordering::Relaxed));
+        }
+    }
+
+    /// Begins with every shard in this slot, as in a recovered store, but for those that lie apart. Their checksums are
+    /// known by now. The resident shards are read first of all.
     pub(super) fn recovered(
         self: &Arc<Self>,
         slots: Slots,
@@ -330,18 +341,11 @@ impl ShardPager {
             (entry.slot, entry.blank, entry.tabled) = (slots.state, !is_here, is_here);
             entry.named = is_here;
         }
-        for Apart { owned, slot, checksums, images } in apart {
+        for Apart { owned, slot, images, .. } in apart {
             let Some(owned) = self.plan.order.get(*owned).map(|owned| owned.index()) else { continue };
             let entry = &mut state.entries[owned];
             (entry.slot, entry.blank, entry.tabled) = (slot.unwrap_or_default(), slot.is_none(), false);
             entry.fetched_images = images.iter().fold(0, |slots, (slot, _)| slots | 1 << slot);
-            let cells = &self.checksums[owned];
-            let images =
-                images.iter().filter_map(|(slot, sums)| Some((cells.images.get(*slot as usize)?, sums)));
-            for (cells, checksums) in images.chain([(&cells.state, checksums)]) {
-                let cells = cells.iter().zip(checksums);
-                cells.for_each(|(cell, &checksum)| cell.store(checksum, Ordering::Relaxed));
-            }
         }
         let is_read = |owned: &OwnedShard| self.resident[owned.index()];
         for owned in OwnedShards::all(self.resident.len()).filter(is_read) {
@@ -649,7 +653,7 @@ impl ShardPager {
             entry.named = true;
             let owned = place.position?;
             if entry.blank {
-                return Some(Apart { owned, slot: None, checksums: Vec::new(), images: Vec::new() });
+                return Some(Apart { owned, slot: None, checksums: Digest::default(), images: Vec::new() });
             }
             let is_stored = |(version, _): &(Version, u8)| place.image_bytes > 0 && kept.contains(version);
             let mut images: Vec<u8> =
@@ -660,11 +664,13 @@ impl ShardPager {
             if entry.tabled && (place.frozen || is_made && !images.iter().any(is_fetched)) {
                 return None;
             }
-            let read =
-                |cells: &Vec<AtomicU64>| cells.iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
-            let images = images.into_iter().map(|slot| (slot, read(&cells.images[slot as usize])));
+            let digest = |cells: &Vec<AtomicU64>| {
+                let checksums = cells.iter().map(|cell| cell.load(Ordering::Relaxed));
+                Digest::of(&checksums.collect::<Vec<_>>())
+            };
+            let images = images.into_iter().map(|slot| (slot, digest(&cells.images[slot as usize])));
             let images = images.collect();
-            Some(Apart { owned, slot: Some(entry.slot), checksums: read(&cells.state), images })
+            Some(Apart { owned, slot: Some(entry.slot), checksums: digest(&cells.state), images })
         };
         state.entries.iter_mut().enumerate().filter_map(apart).collect()
     }

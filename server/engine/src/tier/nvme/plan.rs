@@ -47,8 +47,8 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// the last durable version does not use. Then follow their tables, a flush of every file, the record twice
 /// in each file, and another flush. Until the record is there the last durable version is untouched: its
 /// slots, tables and record are other ones. A step that is skipped writes a record alone, naming the same
-/// slots, and with the checksums of shards that were fetched meanwhile ([`Apart`]). The record overwrites the record of two versions back, so that at any instant the last durable one
-/// is whole. The next step is not decided before that.
+/// slots, and with digests of shards that were fetched meanwhile ([`Apart`]). The record overwrites the record
+/// of two versions back, so that at any instant the last durable one is whole. The next step is not decided before that.
 ///
 /// Slots of one parity lie together, so that a step reads one sequential run and writes another.
 #[derive(Clone, Debug)]
@@ -318,18 +318,55 @@ pub(super) struct Slots {
     pub(super) older_image: Option<u8>,
 }
 
-/// A shard that the tables of a version's slots do not cover, since this server did not make its state and both images.
+/// A shard that the tables of a version's slots do not cover, since this server did not make its state and both images. A job
+/// that moves without ranks has thousands in one record, so that their checksums have no room there: 1 kB a shard. A server
+/// that starts again makes them anew from the drive.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Apart {
     /// Its position in [`StorePlan::order`].
     pub(super) owned: usize,
     /// The slot of its state. None: another server has the shard.
     pub(super) slot: Option<u8>,
-    /// Checksums of the state, by block.
-    pub(super) checksums: Vec<u64>,
-    /// Slots of its images of this version and the one before, as far as they are here, and their checksums.
+    /// Digest of the state's checksums.
+    pub(super) checksums: Digest,
+    /// Slots of its images of this version and the one before, as far as they are here, and digests of their checksums.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) images: Vec<(u8, Vec<u64>)>,
+    pub(super) images: Vec<(u8, Digest)>,
+}
+
+/// The CRC-64 of the checksums of a shard's blocks, in their order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Digested")]
+pub(super) struct Digest(u64);
+
+impl std::fmt::Display for Digest {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(out, "CRC-64 {:016x} of its blocks' CRC-64", self.0)
+    }
+}
+
+impl Digest {
+    pub(super) fn of(checksums: &[u64]) -> Digest {
+        let bytes: Vec<u8> = checksums.iter().flat_map(|checksum| checksum.to_le_bytes()).collect();
+        Digest(crc64([&*bytes]))
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Digested {
+    Digest(u64),
+    /// As in records of format 2.
+    Checksums(Vec<u64>),
+}
+
+impl From<Digested> for Digest {
+    fn from(digested: Digested) -> Digest {
+        match digested {
+            Digested::Digest(digest) => Digest(digest),
+            Digested::Checksums(checksums) => Digest::of(&checksums),
+        }
+    }
 }
 
 impl Slots {
@@ -358,6 +395,23 @@ mod tests {
     use longshore_proto::{JobName, Param};
 
     use super::{super::super::folder::FORMAT_VERSION, *};
+
+    #[test]
+    fn a_record_has_room_for_a_move_of_58_billion_parameters() {
+        let digest = Digest(u64::MAX);
+        let apart =
+            |owned| Apart { owned, slot: Some(1), checksums: digest, images: vec![(1, digest), (2, digest)] };
+        let all: Vec<Apart> = (0..14_000).map(apart).collect();
+        // Beside the largest trainer state and param groups.
+        assert!(serde_json::to_vec(&all).unwrap().len() < RECORD_BYTES - 2_400_000);
+    }
+
+    #[test]
+    fn checksums_of_records_of_format_2_are_read() {
+        let stored = r#"{"owned":3,"slot":1,"checksums":[5,7],"images":[[2,[8]]]}"#;
+        let Apart { checksums, images, .. } = serde_json::from_str(stored).unwrap();
+        assert_eq!((checksums, images), (Digest::of(&[5, 7]), vec![(2, Digest::of(&[8]))]));
+    }
 
     #[test]
     fn every_shard_has_a_place_of_its_own_and_those_of_format_1_lie_as_before() {

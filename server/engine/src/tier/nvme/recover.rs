@@ -10,9 +10,9 @@ use super::{
         record::{Found, RECORD_BYTES, SECTOR, crc64, decode},
     },
     durable::{StoredRecord, get},
-    plan::{FilePlan, RECORD_COPIES, StorePlan},
+    plan::{Apart, Digest, FilePlan, RECORD_COPIES, StorePlan},
 };
-use crate::{io::Disk, memory::Region};
+use crate::{ids::OwnedShard, io::Disk, memory::Region};
 
 /// All records of a store, with the faults of the damaged ones.
 #[derive(Default)]
@@ -133,6 +133,75 @@ pub(super) fn read_table(
         u64::from_le_bytes(checksum)
     });
     Ok(words.collect())
+}
+
+/// Reads of single blocks of one file, whose checksums are made anew.
+#[derive(Clone, Copy)]
+pub(super) struct Blocks<'a> {
+    pub(super) plan: &'a StorePlan,
+    pub(super) disk: &'a dyn Disk,
+    pub(super) meta: &'a Mutex<Option<Region>>,
+}
+
+impl Blocks<'_> {
+    pub(super) fn state(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<u64, Fault> {
+        let part = self.plan.state_part(owned, slot);
+        let (shape, mut array_at) = (self.plan.shards[owned.index()].shape, part.offset);
+        let mut found = Vec::new();
+        for (bytes, array) in
+            shape.block().into_iter().zip(shape.arrays(self.plan.shards[owned.index()].elements))
+        {
+            let at = array_at + (block * bytes) as u64;
+            // Blocks of 8-bit moments do not start on sectors.
+            let before = (at % SECTOR as u64) as usize;
+            let sectors = get(self.disk, self.meta, at - before as u64, before + bytes)?;
+            found.extend_from_slice(&sectors[before..]);
+            array_at += array as u64;
+        }
+        Ok(crc64([&*found]))
+    }
+
+    /// None for a frozen shard, which has no image.
+    pub(super) fn image(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<Option<u64>, Fault> {
+        if self.plan.shards[owned.index()].frozen {
+            return Ok(None);
+        }
+        let bytes = self.plan.image_block;
+        let part = self.plan.image_part(owned, slot);
+        Ok(Some(crc64([&*get(self.disk, self.meta, part.offset + (block * bytes) as u64, bytes)?])))
+    }
+
+    /// Returns the checksums of a shard that lies apart, after a comparison with its digests: of its state, and of its images
+    /// by slot. None if another server has the shard.
+    pub(super) fn apart(&self, owned: OwnedShard, apart: &Apart) -> Result<Option<ApartChecksums>, Fault> {
+        let Some(slot) = apart.slot else { return Ok(None) };
+        let place = &self.plan.shards[owned.index()];
+        let check = |what: &str, checksums: Vec<u64>, written: Digest| {
+            let found = Digest::of(&checksums);
+            if found == written {
+                return Ok(checksums);
+            }
+            let value = format!("{} ({what} of {}: {found})", self.disk.path().display(), place.shard);
+            Err(corrupt(value, format!("of {written}, as it was written"), ""))
+        };
+        let blocks = 0..place.blocks();
+        let state = blocks.clone().map(|block| self.state(owned, slot, block)).collect::<Result<_, _>>()?;
+        let state = check(&format!("slot {slot}"), state, apart.checksums)?;
+        let image = |&(slot, written): &(u8, Digest)| {
+            let read = |block| Ok(self.image(owned, slot, block)?.unwrap_or_default());
+            let checksums = blocks.clone().map(read).collect::<Result<_, Fault>>()?;
+            Ok((slot, check(&format!("image slot {slot}"), checksums, written)?))
+        };
+        let images = apart.images.iter().map(image).collect::<Result<_, Fault>>()?;
+        Ok(Some(ApartChecksums { state, images }))
+    }
+}
+
+/// Checksums by block.
+pub(super) struct ApartChecksums {
+    pub(super) state: Vec<u64>,
+    /// By slot.
+    pub(super) images: Vec<(u8, Vec<u64>)>,
 }
 
 /// Returns an operator's remedy when a version turns out to be damaged.
