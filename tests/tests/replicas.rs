@@ -102,6 +102,7 @@ fn a_witness_decides_which_of_two_servers_goes_on() {
     running[0].until_steps(5);
     let end = running.remove(0).stop();
     assert_eq!(end.state_hash, train.hash_after(end.version));
+    assert_eq!(job_status(&left).state_hash, Some(end.state_hash));
 }
 
 /// Some servers are lost with a rank of their host, and a new one takes the place of each.

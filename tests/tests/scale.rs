@@ -161,6 +161,8 @@ fn move_without_ranks(tier: &str, more: &[&str]) {
     let moved = scale(&servers[1..2], &[&servers[2], &servers[3]], &["--wait"]);
     assert_eq!(moved.code, 0, "{tier}: {moved:?}");
     eventually("the end on the others", || status(&addresses[..2]).is_empty().then_some(()));
+    let shown = longshore(["status", "--servers", &addresses[2..].join(",")]);
+    assert!(shown.code == 0 && !shown.stdout.contains("moves to"), "{tier}: {shown:?}");
     drop(servers.drain(..2));
     if tier != "memory" {
         servers.iter_mut().for_each(Longshored::kill_and_restart);
@@ -170,6 +172,13 @@ fn move_without_ranks(tier: &str, more: &[&str]) {
     // Servers that the job has left need not run, also where they are listed.
     let run = train.servers(&addresses).start().finish();
     assert_eq!(run.end.state_hash, expected, "{tier}");
+    // Commands of operators reach the job's other servers, and ask none that it has left.
+    let (one, exported) = (["--servers", &addresses[2], "--job", "default"], TempDir::new().unwrap());
+    let done = longshore([&["export", "--out", exported.path().to_str().unwrap()][..], &one].concat());
+    assert_eq!(done.code, 0, "{tier}: {done:?}");
+    let done = longshore([&["delete"][..], &one].concat());
+    assert_eq!(done.code, 0, "{tier}: {done:?}");
+    assert_eq!(status(&addresses[2..]).len(), 0, "{tier}");
 }
 
 /// A job outgrows its memory: it moves to drives while it trains, a server there dies meanwhile, and it moves back.

@@ -1,6 +1,6 @@
 //! Training: open, join, commit, pause, leave. Statistics and watch have modules of their own.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use longshore_engine::{
     record::{Joined, Record, Standing},
@@ -357,7 +357,14 @@ impl Services {
         let handle = self.jobs.get(&request.job)?;
         let version = Version(request.progress.ok_or_else(|| wire::missing("progress"))?.version);
         let (epoch, members) = (placement.epoch, placement.members().collect::<Vec<_>>());
+        let (wanted, is_settled) = (handle.wanted(), placement.handovers.is_empty());
+        let servers: BTreeSet<&str> = placement.addresses().collect();
+        let is_wanted = servers == wanted.servers.iter().map(String::as_str).collect();
         stand(&handle, move |job| job.place(incarnation, version, placement.clone())).await?;
+        // No commit of rank 0 says so.
+        if is_settled && is_wanted {
+            handle.fetching.note_report("", wanted.asked_micros);
+        }
         handle.fetch_awaited(self.tls_dir.as_deref());
         if !members.contains(&handle.job.server()) {
             self.jobs.end_unused(&handle);

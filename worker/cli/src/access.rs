@@ -74,10 +74,9 @@ impl JobArgs {
         Ok((servers, job))
     }
 
-    /// Connects as [`JobArgs::connect`], and leaves out servers that hold no part of the job.
+    /// Connects as [`JobArgs::connect`], and to all of the job's servers and no other.
     pub(crate) fn connect_to_holders(&self) -> anyhow::Result<(Servers, String)> {
-        let (mut servers, job) = self.connect()?;
-        servers.keep_holders(&job);
-        Ok((servers, job))
+        let (servers, job) = self.connect()?;
+        Ok((servers.of_job(&job, &self.servers.access)?, job))
     }
 }

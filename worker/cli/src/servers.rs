@@ -203,7 +203,7 @@ impl Servers {
 
     /// Leaves out the servers that the job is not on: those beyond its number of shards, and those that it has left. Where
     /// a part of the job is missing every server stays, since one of them has lost that part.
-    pub(crate) fn keep_holders(&mut self, job: &str) {
+    fn keep_holders(&mut self, job: &str) {
         let mut found = self.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(job)).await);
         self.drop_others(job, &mut found);
         self.servers.retain(|server| found.iter().any(|(address, _)| *address == server.address));
@@ -221,6 +221,36 @@ impl Servers {
         if is_complete(wholes.iter().filter_map(|(_, answer)| answer.as_ref().ok())) {
             found.retain(|one| !is_elsewhere(one));
         }
+    }
+
+    /// Leaves out servers that hold no part of the job, and adds those of the job that were not named.
+    pub(crate) fn of_job(mut self, job: &str, access: &Access) -> anyhow::Result<Servers> {
+        let silent = self.add_members(job, access)?;
+        if !silent.is_empty() {
+            return Err(Unanswered::new("", &silent).into());
+        }
+        self.keep_holders(job);
+        Ok(self)
+    }
+
+    /// Connects to the job's servers that were not named. Returns those that cannot be reached.
+    pub(crate) fn add_members(&mut self, job: &str, access: &Access) -> anyhow::Result<Silent> {
+        let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
+        let answers = self.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await);
+        let found: Vec<v1::DescribeResponse> =
+            answers.into_iter().filter_map(|(_, answer)| answer.ok()).collect();
+        let newest = found.iter().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
+        // Servers may be named as they are reached from here, and not as ranks dial them.
+        let is_named = |server: u32| found.iter().any(|answer| answer.server == server);
+        let members = newest.into_iter().flat_map(|of| (0..).zip(&of.servers));
+        let missing = members.filter(|(server, address)| !address.is_empty() && !is_named(*server));
+        let missing: Vec<String> = missing.map(|(_, address)| address.clone()).collect();
+        if missing.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (more, silent) = Servers::reach(&missing, access)?;
+        self.servers.extend(more.servers);
+        Ok(silent)
     }
 
     /// Returns a function that asks all servers for their progress, and sums the results of `of`. Another thread

@@ -167,12 +167,8 @@ pub(super) fn finish_job(dirs: &[PathBuf], job: &JobName) {
         tracing::info!(%job, folder = %grave.path.display(), "removing a deleted job's folder");
         said(remove(&grave.path));
     }
-    // A process may have died before it put a folder into the job's, or after it took the last one out. A folder that is
-    // not empty stays.
-    for dir in dirs {
-        let _ = fs::remove_dir(dir.join(job.as_str()));
-        claim::forget(dir, job);
-    }
+    // An empty folder of a job's name stays: another program, or another server, may have made it.
+    dirs.iter().for_each(|dir| claim::forget(dir, job));
 }
 
 /// Settles a complete folder, if another folder of its store is settled already. Removes any other folder.

@@ -21,8 +21,9 @@ fn only_all_parts_of_one_version_are_sealed() {
 
     let fault = seal(&[early[0].clone(), late[1].clone()]);
     assert_eq!((fault.kind, &*fault.field), (FaultKind::Conflict, "parts[1].version"), "{fault}");
-    for wrong in [&late[..1], &[], &[late[0].clone(), late[0].clone()], &["{}".to_string(), late[1].clone()]]
-    {
+    let fault = seal(&late[..1]);
+    assert_eq!((fault.kind, &*fault.field), (FaultKind::Precondition, "version"), "{fault}");
+    for wrong in [&[][..], &[late[0].clone(), late[0].clone()], &["{}".to_string(), late[1].clone()]] {
         assert_eq!(seal(wrong).kind, FaultKind::Invalid);
     }
     let mut part: Part = serde_json::from_str(&late[1]).unwrap();

@@ -224,7 +224,7 @@ fn state_of_tier_shm_that_cannot_be_read_is_refused_and_left_as_it_is() {
         assert_eq!(is_found, file != "buffers", "{file}: {report:?}");
         places.iter().for_each(|&at| flip_file(&home.join(file), at));
     }
-    let newer = [b"LONGSREC".as_slice(), &3u32.to_le_bytes(), &[7; 100]].concat();
+    let newer = [b"LONGSREC".as_slice(), &4u32.to_le_bytes(), &[7; 100]].concat();
     let progress = fs::OpenOptions::new().read(true).write(true).open(home.join("progress")).unwrap();
     let mut before = vec![0; newer.len()];
     progress.read_exact_at(&mut before, 0).unwrap();

@@ -219,7 +219,8 @@ fn plan_step_back(
 
 pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
     let job = &args.job;
-    let servers = args.servers.connect()?;
+    let mut servers = args.servers.connect()?;
+    let silent = servers.add_members(job, &args.servers.access)?;
     let request = v1::DeleteJobRequest { job: job.clone(), discard_unreadable: args.discard_unreadable };
     let answers = servers.answers(async |mut admin| admin.delete_job(request.clone()).await);
     let any = answers.iter().any(|(_, answer)| answer.is_ok());
@@ -229,6 +230,9 @@ pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
             Err(fault) if any && fault.kind == FaultKind::NotFound && fault.field == "job" => {}
             answer => answer.map(|_| ()).context(address)?,
         }
+    }
+    for (address, why) in &silent {
+        eprintln!("{address} {why}. Its part of {job} is not deleted, if it still has one");
     }
     out.result(|| json!({"job": job, "deleted": true}), || format!("deleted {job}"));
     Ok(())

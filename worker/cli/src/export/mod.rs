@@ -48,18 +48,21 @@ struct Described {
     spec: JobSpec,
     layout: Layout,
     placement: Placement,
+    /// By which each connected server takes part.
+    numbers: Vec<ServerId>,
 }
 
 pub(crate) fn run(servers: &Servers, settings: &Settings) -> anyhow::Result<Exported> {
-    let Described { spec, layout, placement } = describe(servers, &settings.job)?;
+    let described = describe(servers, &settings.job)?;
+    let Described { spec, layout, .. } = &described;
     check_whole(spec.params.iter().map(|param| param.name.as_str()))?;
     let draft = Target { folder: settings.out.clone(), replace: settings.replace }.draft()?;
     let dtype = settings.dtype.unwrap_or(spec.image_dtype);
-    let files = Files::create(draft, &spec, &layout, dtype, settings.max_file_bytes)?;
+    let files = Files::create(draft, spec, layout, dtype, settings.max_file_bytes)?;
     let mut tried = 0;
     let version = loop {
         let version = Version(asked_version(&servers.described(&settings.job)?, tried));
-        match receive(servers, settings, (version, dtype), (&layout, &placement), &files) {
+        match receive(servers, settings, (version, dtype), &described, &files) {
             Ok(()) => break version,
             Err(fault) if has_passed(&fault) && tried < TRIES => tried += 1,
             Err(fault) => return Err(fault.into()),
@@ -75,10 +78,9 @@ fn receive(
     servers: &Servers,
     settings: &Settings,
     (version, dtype): (Version, Dtype),
-    (layout, placement): (&Layout, &Placement),
+    Described { layout, placement, numbers, .. }: &Described,
     files: &Files,
 ) -> Result<(), Fault> {
-    check_servers(servers, placement)?;
     let contents = Contents::Weights(dtype);
     let export = Export { job: &settings.job, version, contents, layout, deadline: settings.deadline };
     let received = Mutex::new(Ok(()));
@@ -87,9 +89,9 @@ fn receive(
     let progress = Progress::bytes("exporting", bytes, settings.shown);
     let progress = &progress;
     thread::scope(|scope| {
-        for (index, server) in servers.list().iter().enumerate() {
+        for (server, &number) in servers.list().iter().zip(numbers) {
             let (export, all) = (&export, &received);
-            let owned = placement.owned(ServerId(index as u32));
+            let owned = placement.owned(number);
             scope.spawn(move || {
                 let write = |_, at, bytes: &[u8]| {
                     progress.add(bytes.len() as u64);
@@ -106,15 +108,6 @@ fn receive(
         }
     });
     received.into_inner().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn check_servers(servers: &Servers, placement: &Placement) -> Result<(), Fault> {
-    let (given, needed) = (servers.list().len(), placement.servers.len());
-    if given == needed {
-        return Ok(());
-    }
-    let remedy = format!("name all of them, in their order: {}", placement.servers.join(","));
-    Err(Fault::invalid("--servers", format!("{given} servers"), format!("the job's {needed}"), remedy))
 }
 
 /// Refuses a job whose Python ranks have a part of each tensor. Only those ranks know the tensors' shapes, and no
@@ -140,12 +133,15 @@ pub(crate) fn check_target(out: &Path) -> Result<(), Fault> {
 fn describe(servers: &Servers, job: &str) -> anyhow::Result<Described> {
     let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
     let answers = servers.each_promptly(async |admin| whole(admin, request.clone()).await)?;
-    let Some((_, answer)) = answers.into_iter().next() else { anyhow::bail!("--servers names no server") };
+    let numbers = answers.iter().map(|(_, answer)| ServerId(answer.server)).collect();
+    let epoch = |answer: &v1::DescribeResponse| answer.placement.as_ref().map_or(0, |of| of.epoch);
+    let newest = answers.into_iter().map(|(_, answer)| answer).max_by_key(epoch);
+    let Some(answer) = newest else { anyhow::bail!("--servers names no server") };
     let spec = JobSpec::from_wire(answer.spec)?;
     let layout = spec.validate()?;
     let placement = Placement::from_wire(answer.placement)?;
     placement.validate(layout.shards())?;
-    Ok(Described { spec, layout, placement })
+    Ok(Described { spec, layout, placement, numbers })
 }
 
 #[cfg(test)]

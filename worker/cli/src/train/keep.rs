@@ -163,8 +163,10 @@ impl<'a> Keeper<'a> {
             shown: self.settings.out,
         };
         let access = if self.embedded { Access::default() } else { self.settings.flags.access.clone() };
-        let exported = export::run(&Servers::connect(self.servers, &access)?, &settings);
-        let exported = exported.with_context(|| {
+        // The job may have left servers that were named, and be on others.
+        let servers =
+            Servers::reach(self.servers, &access).and_then(|(of, _)| of.of_job(&settings.job, &access));
+        let exported = servers.and_then(|servers| export::run(&servers, &settings)).with_context(|| {
             format!("training is done, and its weights were not exported to {}", settings.out.display())
         })?;
         let (bytes, dtype) = (human(exported.bytes), exported.dtype);

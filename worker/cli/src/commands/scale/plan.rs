@@ -83,6 +83,12 @@ impl Plan {
         let holders = wanted.iter().zip(&request.servers).filter(|(_, address)| keeps(address));
         let holders: Vec<ServerId> = holders.map(|(server, _)| *server).collect();
         check_holders(spec.replicas, &holders, &request.servers)?;
+        if spec.replicas > 1 && holders.len() == 1 {
+            eprintln!(
+                "one server keeps the shards of {} then: none has a replica, and its loss loses steps",
+                spec.name
+            );
+        }
         let Moved { mut moves, replicas, placement: target } =
             plan_moves(placement, &layout, &holders, &added, &room);
         moves.extend(replicas.into_iter().filter(|(_, to)| *to != NO_SERVER));
