@@ -13,7 +13,8 @@ use crate::{
 /// Prefix of the name of a wait for a decision. If several servers wait, a wait with another prefix explains the
 /// missing decision.
 pub const DECISION_AWAITED: &str = "the decision on ";
-/// Prefix of the name of a wait for another server's state of a shard. It explains why ranks send no gradients.
+/// Prefix of the name of a wait for another server's state of a shard. Such a wait explains why
+/// ranks send no gradients.
 pub const STATE_AWAITED: &str = "the state of ";
 
 /// Decision to apply or skip a step, with everything that its update needs. All servers of a job get the same commit.

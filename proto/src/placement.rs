@@ -93,8 +93,8 @@ impl Placement {
         Placement { epoch: Epoch(1), servers, owners, ..Placement::default() }
     }
 
-    /// Gives each shard a replica on another server than its owner's. Replicas of one owner's shards are dealt over all
-    /// others, so that each takes an equal part of a lost server's shards.
+    /// Gives each shard a replica on another server than its owner's. Replicas of an owner's shards are dealt over all
+    /// others: each takes an equal part of a lost server's shards.
     pub fn with_replicas(mut self) -> Placement {
         let count = self.servers.len() as u32;
         let replica = |(shard, owner): (u32, &ServerId)| match count {
@@ -231,7 +231,7 @@ impl Placement {
         }
     }
 
-    /// Takes servers for lost: the other holder of each of their shards is the owner. A server that was to get a shard's
+    /// Takes servers for lost: the other holder of each of their shards is the owner. A server that awaited a shard's
     /// state from a lost one holds the shard no more, if another does.
     fn lose(&mut self, lost: &[ServerId]) {
         for (shard, owner) in (0..).map(ShardId).zip(&mut self.owners) {
@@ -269,8 +269,8 @@ impl Placement {
     /// Checks a change before it is decided with `step`.
     ///
     /// # Errors
-    /// `Invalid` for a server or shard that does not exist, for a shard that moved a moment ago, and for the removal
-    /// of a server that owns shards.
+    /// `Invalid` for a server or shard that does not exist, and for a shard that moved a moment ago. The removal of a
+    /// server that owns shards is `Invalid` too.
     pub fn check(&self, change: &PlacementChange, step: Step) -> Result<(), Fault> {
         let count = self.servers.len() + change.added.len();
         let invalid = |field: &str, value: String, limit: String| {

@@ -64,7 +64,7 @@ impl Record {
 }
 
 /// Versions after a shard's last one on a server, until its state is freed. The next owner must have it by then: every
-/// rank has computed with a version that the next owner made. One more is kept.
+/// rank has computed with a version that the next owner made. The last of the three is a reserve.
 const HELD: u64 = 3;
 
 /// Returns true if other servers own a shard by now, and no step in flight asks the server of `span` for it.

@@ -66,7 +66,7 @@ pub struct Flags {
     #[arg(long, env = "LONGSHORED_STORAGE_BUFFERS", value_name = "N")]
     pub storage_buffers: Option<usize>,
     /// Parts of an nvme job that live on the drives: state, or all, which has the 16-bit weights and the gradients that
-    /// workers do not lend. It takes 4 bytes a parameter less in memory, and 2 a parameter and rank. A step writes as
+    /// workers do not lend. all takes 4 bytes a parameter less in memory, and 2 a parameter and rank. A step writes as
     /// many for gradients, and 2 a parameter for weights [default: state]
     #[arg(long, env = "LONGSHORED_SPILL", value_name = "WHAT")]
     pub spill: Option<Spill>,

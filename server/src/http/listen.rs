@@ -143,8 +143,8 @@ const HOST_NAME: &str = "/proc/sys/kernel/hostname";
 /// Characters of a name in the refusal.
 const SHOWN: usize = 80;
 
-/// Names by which the HTTP address may be asked for. A page of the internet can have its own name resolve to this address
-/// (DNS rebinding), and its script would then read the pages in a user's browser.
+/// Names by which the HTTP address may be asked for. A page of the internet can have its own name resolve to this
+/// address (DNS rebinding). Its script could then read the pages in a user's browser.
 ///
 /// Names beside IP addresses, which no browser resolves, and names without a dot, which no public domain has.
 struct Hosts(Vec<String>);

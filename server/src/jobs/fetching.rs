@@ -61,7 +61,7 @@ pub(crate) struct Fetched {
     pub(crate) failure: Option<Fault>,
     /// Why rank 0 cannot move shards as an operator wants. Empty: nothing is in the way.
     pub(crate) obstacle: String,
-    /// Time at which the newest fulfilled wish was asked for.
+    /// Request time of the newest wish that rank 0 has fulfilled.
     pub(crate) reached_micros: u64,
 }
 

@@ -14,8 +14,8 @@ use tokio::{
 
 use super::JobHandle;
 
-/// Interval at which a call that waits for a version checks the job without a decision. The job may have failed, or
-/// been restored.
+/// Interval between two checks of the job by a call that waits for a version. Failures and restores come without a
+/// decision.
 const LOOK: Duration = Duration::from_millis(100);
 /// Number of wait queues, by version modulo this number. Calls in one queue wake together.
 const PLACES: usize = 64;

@@ -1,4 +1,4 @@
-//! State of shards that this server has handed over, for the servers that own them next.
+//! State of shards for the servers that own them next, and for new replicas.
 
 use longshore_proto::{Fault, ShardId, Version, checksum::crc32, limits::CHUNK_BYTES};
 use longshore_wire::{self as wire, v1};

@@ -60,8 +60,8 @@ impl OfJob for v1::OpenJobRequest {
     }
 }
 
-/// Checks that the caller may make its call on the message's job, and then that its name is one. Who may not call hears
-/// that alone.
+/// Checks that the caller may make its call on the message's job, and then the form of the job's name. A caller without
+/// the right hears of the right alone.
 pub(super) fn permit<M: OfJob>(caller: &Caller, message: &M) -> Result<(), Fault> {
     let job = message.job();
     match JobName::parse(M::FIELD, job.unwrap_or_default()) {

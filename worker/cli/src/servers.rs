@@ -120,7 +120,7 @@ impl Servers {
         self.once_recovered(|| self.answers(&call))
     }
 
-    /// Same as `each`, for a call that takes no work: a silent server is an error.
+    /// Same as `each`, for a call that a server answers at once. A silent server is an error.
     pub(crate) fn each_promptly<T>(
         &self,
         call: impl AsyncFn(Admin) -> Answer<T>,
@@ -308,12 +308,12 @@ impl Servers {
     }
 }
 
-/// Returns whether a server refused a call since it does not hold the job.
+/// Returns whether a server refused a call because it does not hold the job.
 pub(crate) fn is_not_there(fault: &Fault) -> bool {
     (fault.kind, fault.field.as_str()) == (FaultKind::NotFound, "job")
 }
 
-/// Returns whether these answers are of all of the job's servers, as the newest placement has them.
+/// Returns whether every member of the newest placement among these answers has answered.
 pub(crate) fn is_complete<'a>(answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone) -> bool {
     let newest = answers.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
     newest.is_some_and(|placement| {

@@ -341,7 +341,7 @@ impl Job {
         self.train(py, |training| training.pull(Version(version), &params))
     }
 
-    /// Waits until every step is decided; the newest weights can be read afterwards. Returns the version.
+    /// Waits until every step is decided and durable; the newest weights can be read afterwards. Returns the version.
     fn drain(&self, py: Python<'_>) -> PyResult<u64> {
         self.train(py, |training| Ok(training.drain()?.0))
     }

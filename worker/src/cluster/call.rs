@@ -103,8 +103,8 @@ impl Cluster {
         }
     }
 
-    /// Returns the fault of a server's answer. A server without the job was started again. It counts as silent where others
-    /// have its shards: rank 0 gives it up. A job that is deleted is on no server.
+    /// Returns the fault of a server's answer. A server without the job was started again. This counts as silence where
+    /// others have its shards: rank 0 gives the server up. A job that is deleted is on no server.
     pub(crate) fn fault(&self, server: ServerId, status: &Status) -> Fault {
         let fault = fault_from_status(status, self.address(server));
         let is_gone = fault.kind == FaultKind::NotFound && fault.field == "job";

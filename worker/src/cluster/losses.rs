@@ -1,8 +1,8 @@
-//! Servers of a job with replicas that are gone for good, by the word of an operator or of rank 0.
+//! Servers of a job with replicas that are gone for good, as an operator or rank 0 says.
 //!
 //! A task of each session asks all servers for words: every second on rank 0, every five seconds on other ranks. Rank 0
-//! gives up a server that was started again and holds nothing of the job, and one that stays silent while most servers
-//! answer. A minority never gives up others: both sides of a broken link would go on without the other.
+//! gives up a server that was started again and holds nothing of the job. A server that stays silent while most servers
+//! answer is given up too. A minority never gives up others: both sides of a broken link would go on without the other.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -57,8 +57,8 @@ impl Answer {
     }
 }
 
-/// Returns the servers to give up. None while a server may still answer or has no state yet, and no silent one unless most
-/// of the `members` answer.
+/// Returns the servers to give up. None while a server may still answer or has no state yet. A silent one is given up
+/// only if most of the `members` answer.
 fn lost(answers: &[(ServerId, Answer)], members: usize) -> Vec<ServerId> {
     let count = |of: Answer| answers.iter().filter(|(_, answer)| *answer == of).count();
     let (filled, silent) = (count(Answer::Filled), count(Answer::SilentForLong));

@@ -40,7 +40,7 @@ impl Pace {
     }
 }
 
-/// A socket's share of a direction.
+/// A socket's use of a direction of a paced link.
 struct Direction {
     bytes_per_s: f64,
     /// The time at which the link has moved all bytes accepted so far.

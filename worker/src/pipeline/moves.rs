@@ -427,7 +427,7 @@ impl Moves {
     }
 }
 
-/// The change by which the job leaves all servers but the wanted ones. They own nothing.
+/// The change by which the job leaves all servers but the wanted ones. The removed servers own nothing.
 pub(super) async fn leaving(cluster: &Cluster, wanted: &[String]) -> Result<PlacementChange> {
     let placement = cluster.placement();
     let unwanted = |server: &ServerId| !wanted.contains(&placement.servers[server.0 as usize]);

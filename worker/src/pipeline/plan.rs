@@ -1,5 +1,5 @@
-//! Which server shall have which shard: pure functions of a placement and of the wanted servers. Rank 0 carries the plans
-//! out (`moves`), and `longshore scale` computes the same ones to show them.
+//! Plans which server shall have which shard: pure functions of a placement and of the wanted servers. Rank 0 carries
+//! the plans out (`moves`), and `longshore scale` computes the same ones to show them.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,8 @@ pub struct Moved {
 }
 
 /// Plans the moves to the wanted servers. `added` are the addresses of those that are new, in the order of their numbers.
-/// `room` is the number of shards that a server has room for beside those that it holds; a server without an entry has no
-/// limit. Limits that no plan keeps are left to the servers, which refuse with what they lack.
+/// `room` has the number of shards that fit beside those that a server holds. A server without an entry has no limit.
+/// Limits that no plan keeps are left to the servers, which refuse with what they lack.
 pub fn plan_moves(
     placement: &Placement,
     layout: &Layout,
@@ -90,8 +90,8 @@ fn plan_within(placement: &Placement, layout: &Layout, wanted: &[ServerId], room
     is_legal.then_some(Moved { moves, replicas, placement: target })
 }
 
-/// Plans replicas of the shards where they are, and then moves of shards to servers that have no replica of them. None if
-/// that leaves replicas uneven, or some server cannot be left.
+/// Plans replicas of the shards where they are. Then plans moves of shards to servers without a replica of them. None
+/// if that leaves replicas uneven, or some server cannot be left.
 fn replicas_first(
     placement: &Placement,
     layout: &Layout,
@@ -132,8 +132,8 @@ fn shares(total: u64, caps: &BTreeMap<ServerId, u64>) -> Option<BTreeMap<ServerI
     }
 }
 
-/// Chooses the moves after which the wanted servers own about as many elements each, as far as they have room, and no
-/// other server owns any. Forward order is kept mixed over the servers. None if no server takes a shard that must move.
+/// Chooses moves that empty all other servers, and after which the wanted servers own about as many elements each. Room
+/// limits that. Forward order is kept mixed over the servers. None if no server takes a shard that must move.
 fn assign_among(
     placement: &Placement,
     layout: &Layout,
@@ -224,8 +224,8 @@ pub(super) fn without_replicas(placement: &Placement) -> Vec<String> {
     if lacks { placement.addresses().map(str::to_string).collect() } else { Vec::new() }
 }
 
-/// Chooses the new replicas after which each shard has one, on a server that does not own it, and the wanted servers have
-/// about as many elements of them each. A single server has no replicas, nor has a shard that no server has room for.
+/// Chooses the new replicas after which each shard has one, on a server that does not own it. The wanted servers then
+/// have about as many elements of replicas each. A single server has none, nor has a shard that no server has room for.
 fn replicate(
     placement: &Placement,
     layout: &Layout,

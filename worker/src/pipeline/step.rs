@@ -139,8 +139,7 @@ impl Pipeline {
             .ok_or_else(|| Misuse("the pipeline pulls on demand: use Pipeline::pull").into())
     }
 
-    /// Begins a micro-step, counted from 0, and returns its assembler. Call it once for each micro-step, in order,
-    /// before [`weights`](Pipeline::weights) or [`pull`](Pipeline::pull).
+    /// Begins a micro-step, counted from 0, and returns its assembler. Call it once for each micro-step, in order.
     pub fn assembler(&mut self, micro_step: u32) -> Result<Assembler> {
         let Some(current) = &mut self.current else { return Err(OUTSIDE.into()) };
         if self.accumulator.is_some() && current.finished.load(Relaxed) != micro_step {

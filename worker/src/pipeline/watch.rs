@@ -1,5 +1,6 @@
-//! Listens to the job's first server in a background task. Ranks other than 0 learn of commits, and all ranks learn
-//! of pauses, resumes, and the servers that an operator wants.
+//! Listens to the job's first server in a background task. With replicas, each break moves the watch to the next
+//! server. Ranks other than 0 learn of commits. All ranks learn of pauses, resumes, and the servers that an operator
+//! wants.
 
 use std::{
     collections::BTreeMap,

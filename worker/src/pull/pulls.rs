@@ -1,5 +1,4 @@
-//! State that all pulls of a session share, that all pulls of a version share, and that the readers of a feed share
-//! with its fetches.
+//! Shared state of pulls: of all in a session, of all of a version, and of a feed's readers and its fetches.
 
 use std::{
     sync::{

@@ -349,8 +349,9 @@ impl Assembler {
     /// any order, each once. Blocks while the connections are behind.
     ///
     /// # Errors
-    /// `Gradient` for a wrong length, a second put or an unknown parameter; `Shortage` if the host budget is used
-    /// up; the session's failure, if there is one.
+    /// - `Gradient` for a wrong length, a second put or an unknown parameter.
+    /// - `Shortage` if the host budget is used up.
+    /// - The session's failure, if there is one.
     pub fn put(&mut self, param: usize, gradient: &[f32]) -> Result<()> {
         let dtype = self.outbox.gradients().cluster.spec().gradient_dtype;
         self.put_with(param, gradient.len() as u64, &mut |range, target| {

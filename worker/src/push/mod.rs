@@ -1,5 +1,5 @@
-//! Sends gradients: assembles them into chunks, retains the chunks until their step is committed, and sends them
-//! over several connections to each server.
+//! Sends gradients: assembles them into chunks, and sends these over several connections to each server. Chunks are
+//! retained until no server can need them.
 
 mod accumulator;
 mod assembler;

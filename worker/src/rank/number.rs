@@ -69,8 +69,8 @@ impl Begin {
         Begin { began: now.saturating_sub(millis(start.elapsed())), now, error: 2 }
     }
 
-    /// Returns the first number of the process. It exceeds `seen`, the rank's newest when the process began, unless that
-    /// one's process began later. Numbers later than now show that the clock went back.
+    /// Returns the first number of the process. `seen` is the rank's newest number when the process began. The result
+    /// exceeds `seen`, unless that number's process began later. Numbers later than now show that the clock went back.
     fn number(&self, seen: u64, random: u64) -> u64 {
         let Begin { began, now, error } = *self;
         let newest = seen >> LOW_BITS;

@@ -82,8 +82,8 @@ pub(crate) async fn check_not_fenced(cluster: &Cluster, server: ServerId) -> Res
     cluster.check_newest(server, &answer)
 }
 
-/// Returns the cause of an error: `Fenced` in place of `Outdated`, if a newer process has taken this rank; `Outdated` in
-/// place of `StateLost` or of shards that are elsewhere, if the job's servers have changed since this process connected.
+/// Returns the cause of an error. `Outdated` becomes `Fenced` if a newer process has taken this rank. `StateLost`, or
+/// shards that are elsewhere, become `Outdated` if the job's servers have changed since this process connected.
 pub(crate) fn cause(cluster: &Cluster, error: Error) -> Error {
     let error = match error {
         Error::StateLost(lost) => {

@@ -155,9 +155,9 @@ pub(super) async fn move_from(old: &Cluster, cluster: &Cluster, how: &GoBack) ->
     Ok(found)
 }
 
-/// Waits until every server trains. Ranks other than 0 also wait for rank 0 to open the job, and while rank 0
-/// replaces one state by another. A rank that knows rank 0's refusal does not wait for it: `how` is how rank 0 may go
-/// back to a checkpoint.
+/// Waits until every server trains. Ranks other than 0 also wait for rank 0 to open the job, and while rank 0 replaces
+/// one state by another. `how` is how rank 0 may go back to a checkpoint. Where rank 0 must refuse that, the wait ends
+/// at once.
 pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
@@ -197,7 +197,7 @@ pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Re
     }
 }
 
-/// Refuses, as rank 0 does, a job that other servers hold and that cannot come to these.
+/// Refuses, as rank 0 does, a job on other servers that cannot come to these.
 async fn check_coming(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
     let Some((server, theirs)) = elsewhere(cluster).await? else { return Ok(()) };
     match how {

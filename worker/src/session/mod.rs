@@ -102,8 +102,8 @@ impl Session {
         self.block_on(self.cluster.waits.unless_failed(act))
     }
 
-    /// Returns the cause of a call's error: `Fenced` in place of `Outdated`, if a newer process has taken the rank;
-    /// `Outdated` in place of `StateLost`, if the job has left that server since this session connected.
+    /// Returns the cause of a call's error. `Outdated` becomes `Fenced` if a newer process has taken the rank.
+    /// `StateLost` becomes `Outdated` if the job has left that server since this session connected.
     pub fn cause(&self, error: Error) -> Error {
         cause(&self.cluster, error)
     }

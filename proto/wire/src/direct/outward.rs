@@ -132,7 +132,7 @@ impl Outward {
         self.cursor.left > 0 && self.cursor.data_of == stream
     }
 
-    /// Follows written bytes. `marks` enables the search for marks.
+    /// Parses written bytes as HTTP/2 frames, and reports them to `seen`. Marks are reported only if `marks` is set.
     pub(super) fn follow(&mut self, mut bytes: &[u8], marks: bool, mut seen: impl FnMut(Seen)) {
         while !bytes.is_empty() {
             let (now, what) = self.cursor.step(bytes);

@@ -23,8 +23,8 @@ use crate::job::Job;
 const PROBE_BYTES: [u8; 4096] = [0; 4096];
 
 impl Store {
-    /// Makes the folder if it alone is missing, then writes a file into it and removes the file. Returns the
-    /// free bytes.
+    /// Creates the folder, but not its parents. Then writes a file into it, and removes the file. Returns the free
+    /// bytes.
     pub fn check_folder(&self) -> Result<u64, Fault> {
         match fs::create_dir(self.dir()) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}

@@ -146,8 +146,8 @@ impl Job {
         Ok(())
     }
 
-    /// The statistics of each block of a shard, once its gradient of a step is complete and each rank's present process
-    /// has sent its own. A frozen shard has none.
+    /// The statistics of each block of a shard. None until its gradient of a step is complete, and each rank's present
+    /// process has sent its own. A frozen shard has none.
     pub fn statistics(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Statistics>>, Fault> {
         self.protocol.check_alive()?;
         let machine = self.protocol.machine();

@@ -2,8 +2,8 @@
 //!
 //! Each part is a folder or a file with its own state: [`Protocol`], [`Gradients`], [`Images`] and [`Snapshots`].
 //! An act that concerns several of them is a method of [`Job`], in a file by act. Events may come from any
-//! thread. An event that asks for a computation returns it as [`Work`](crate::step::Work). One
-//! thread at a time performs a job's works, in order. All other calls return at once or wait with a deadline.
+//! thread. An event that asks for a computation returns it as [`Work`](crate::step::Work). A single thread at a time
+//! performs a job's works, in order. All other calls return at once or wait with a deadline.
 
 mod broken;
 mod compute;

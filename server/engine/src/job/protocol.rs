@@ -167,7 +167,7 @@ impl Protocol {
         self.machine().check_newest(rank, incarnation).map_err(Fault::from)
     }
 
-    /// Fences rank 0's earlier processes, and ends the job with the fault `ended`, so that it can be opened again at
+    /// Fences rank 0's earlier processes. Ends the job with the fault `ended`, so that it can be opened again at
     /// `version`. Returns true if the job is at that version already, and goes on. A refusal changes nothing.
     ///
     /// `decided_by` names the decision that is taken back; 0 is not compared.
@@ -216,8 +216,8 @@ impl Protocol {
         self.written().map_or(version, |durable| durable.min(version))
     }
 
-    /// Revokes the right of a rank's earlier processes to push, before the new process acts on state that it
-    /// has read from this server. Answer the rank only after [`Protocol::keep_joined`] has returned.
+    /// Revokes the right of a rank's earlier processes to push. The new process may then act on state that it has read
+    /// from this server. Answer the rank only after [`Protocol::keep_joined`] has returned.
     pub fn fence(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
         self.check_alive()?;
         self.fence_in(&mut self.machine(), rank, incarnation)?;

@@ -1,5 +1,5 @@
-//! The work of the compute thread: sums of contributions, and updates of shards. One pass over each block of an
-//! update unscales, clips, applies the rule and writes the image.
+//! The work of the compute thread: sums of contributions, and updates of shards. An update passes over each block
+//! once: it unscales, clips, applies the rule and writes the image.
 
 use std::{
     collections::{BTreeMap, VecDeque},

@@ -36,8 +36,8 @@ impl Machine {
         run.iter().copied().filter(|owned| self.shards[owned.index()].broken.is_none()).collect()
     }
 
-    /// Returns the refusal of a broken shard whose state no other server has, or of which another server awaits it from
-    /// here: the job cannot go on.
+    /// Returns the refusal of a broken shard whose state is nowhere else, or awaited from here by another server. The
+    /// job cannot go on then.
     pub fn irreparable(&self) -> Option<Refusal> {
         let mut broken = self.shards.iter().filter_map(|shard| Some((shard, shard.broken?)));
         let (shard, broken) = broken.find(|(shard, _)| self.is_last(shard))?;

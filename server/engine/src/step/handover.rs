@@ -200,7 +200,7 @@ impl Machine {
 
     /// Takes another placement at the current version, from an operator's command in place of rank 0. The placement counts
     /// from the next step on, and contributions to that step are dropped. Returns false while a chunk or an update is under
-    /// way, or while a shard is awaited that the placement has as arrived.
+    /// way, and while this server awaits a shard that the placement has as arrived.
     pub fn place(
         &mut self,
         incarnation: Incarnation,
@@ -412,8 +412,8 @@ impl Machine {
         is_handed(&self.shards[owned.index()].span, self.version, self.spec.max_delay)
     }
 
-    /// Forgets a shard that was handed over: this server has nothing of it any more. Returns false, and changes
-    /// nothing, if a decision has brought the shard back since, or while a late chunk of it is written.
+    /// Forgets a shard that was handed over: this server has nothing of it any more. Changes nothing and returns false
+    /// if the shard came back since, or a late chunk of it is being written.
     pub fn forget(&mut self, owned: OwnedShard) -> bool {
         let is_handed = self.is_handed(owned) && !self.shards[owned.index()].is_in_use();
         if is_handed {

@@ -185,8 +185,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// The server has a place for each of `places`. It owns those that `placement` gives it from the start, unless it
-    /// [begins without them](Machine::begin_without_shards).
+    /// The server has a place for each of `places`. Shards that `placement` gives the server are owned from the start,
+    /// unless the machine [begins without them](Machine::begin_without_shards).
     pub fn new(
         spec: Arc<JobSpec>,
         layout: Arc<Layout>,

@@ -31,9 +31,11 @@ impl Machine {
         Ok(true)
     }
 
-    /// Binds a rank to a higher incarnation, or to the incarnation that fenced it. Returns false while
-    /// the earlier process's last chunk is being written, and for a rank of another world size than rank 0's. Once the
-    /// placement has changed between two steps, other ranks wait for rank 0.
+    /// Binds a rank to a higher incarnation, or to the incarnation that fenced it. The earlier process's unsummed
+    /// contributions are dropped, and finished sums too if the job has one rank.
+    ///
+    /// Returns false while the earlier process's last chunk is being written, and for another world size than rank 0's.
+    /// Once the placement has changed between two steps, other ranks wait for rank 0.
     ///
     /// `world_size` is the number of ranks that take part, as the process was started; None leaves it as it is.
     pub fn join(

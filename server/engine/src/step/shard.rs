@@ -40,7 +40,7 @@ pub(super) struct StepSlot {
     /// All contributions of the current micro-step are in, and their sum is being formed.
     pub(super) summing: bool,
     pub(super) complete: bool,
-    /// The origin of the sum so far. Sums of an earlier process have an unknown origin.
+    /// The origin of the sum so far. Sums of an earlier process of this server have an unknown origin.
     origin: Origin,
     /// The first element of the complete gradient that is inf or NaN, if the job looks for one.
     pub(super) nonfinite: Option<u64>,
@@ -106,7 +106,7 @@ impl RankSlot {
         self.covered(chunk).any(|index| self.writing[index as usize])
     }
 
-    /// Returns the verdict on a chunk that is held already. A restarted process may compute other bits for a
+    /// Returns the verdict on a chunk that is held already. A rank's restarted process may compute other bits for a
     /// batch that is in the sum. The first bits stay: both are gradients of the same batch. To replace one,
     /// all other ranks would have to send again.
     fn repeated(&self, chunk: &ContributionChunk) -> Result<Admission<()>, Refusal> {
@@ -176,7 +176,7 @@ impl StepSlot {
             return rank.repeated(chunk);
         }
         if self.complete {
-            // An earlier process summed all of it, and its receipts are gone.
+            // An earlier process of this server summed all of it, and its receipts are gone.
             return Ok(Admission::Superseded);
         }
         if let Some(missing) = rank.overtaken(chunk, self.summed) {
@@ -264,7 +264,7 @@ impl StepSlot {
         self.complete
     }
 
-    /// An earlier process had summed all of the step.
+    /// An earlier process of this server had summed all of the step.
     pub(super) fn take_over(&mut self, step: Step, micro_steps: u32) {
         (self.step, self.summed, self.complete) = (Some(step), micro_steps, true);
         self.origin = Origin::UNKNOWN;
@@ -301,7 +301,7 @@ impl StepSlot {
         self.ranks.iter_mut().for_each(|rank| rank.stored.fill(false));
     }
 
-    /// Forgets an earlier incarnation's contributions that no sum contains yet: the rank's new process may
+    /// Forgets the contributions of a rank's earlier process that no sum contains yet: the rank's new process may
     /// compute other bits. Finished sums stay, since the step may be decided on another server.
     pub(super) fn rejoined(&mut self, contributor: Contributor) {
         let current = self.summed as usize;

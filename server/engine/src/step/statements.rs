@@ -45,8 +45,8 @@ impl Machine {
         }
     }
 
-    /// Returns a rank that computes the chunk's micro-step with another version, and that version. It may be an earlier
-    /// process of the same rank, if a sum contains its gradient.
+    /// Returns a rank that computes the chunk's micro-step with another version, and that version. The rank may be the
+    /// chunk's own: a sum may contain an earlier process's gradient.
     fn said_otherwise(&self, chunk: &ContributionChunk) -> Option<(Rank, Version)> {
         let Contribution { step, micro_step, .. } = chunk.contribution;
         let said = self.reads.get(&(step, micro_step)).filter(|_| self.is_said(chunk))?;

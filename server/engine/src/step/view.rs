@@ -87,8 +87,9 @@ impl Machine {
         self.shards[owned.index()].is_complete(step)
     }
 
-    /// Returns a rank whose process joined after an earlier one had sent a shard's gradient, and that has not sent its
-    /// own. In a delayed job this process may still read the version that the step's update overwrites.
+    /// Returns a contributor of a delayed job whose present process has not sent its own gradient of a shard. In a
+    /// complete step an earlier process had sent one. The present process may still read the version that the update
+    /// overwrites.
     pub fn owing(&self, owned: OwnedShard, step: Step) -> Option<Rank> {
         let shard = &self.shards[owned.index()];
         let owes = |contributor: Contributor, rank: Rank| {

@@ -81,7 +81,7 @@ impl MemoryTier {
     }
 }
 
-/// Returns the checksum of a block's state. It is not 0.
+/// Returns the checksum of a block's state, never 0.
 fn sum(state: StateRef<'_>) -> u64 {
     crc64(state.arrays).max(1)
 }

@@ -33,7 +33,7 @@ pub(crate) struct ProbeArgs {
     /// Measure this host instead, and print what was found as a file for --hardware
     #[arg(long, conflicts_with_all = ["params", "preset", "model", "hardware"])]
     pub(crate) probe: bool,
-    /// With --probe: folders of the drives to measure, as a server's --state-dir has them. It takes 2.4 GB of them
+    /// With --probe: folders of the drives to measure, as a server's --state-dir names them. Takes 2.4 GB of them
     #[arg(long, value_delimiter = ',', value_name = "DIR,...", requires = "probe")]
     probe_dir: Vec<PathBuf>,
     /// With --probe: servers to measure the link to [default: one in this process, over loopback]

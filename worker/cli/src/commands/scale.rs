@@ -143,7 +143,7 @@ struct Wish {
     servers: Vec<String>,
     asked_micros: u64,
     plan: Plan,
-    /// The job as it was when its servers heard of the wish.
+    /// The job's state when its servers received the scale request.
     before: Seen,
 }
 

@@ -176,8 +176,9 @@ impl<T> Extents<T> {
         Extents(extents)
     }
 
-    /// Deals out values of flat elements from `at` on, each of `size` bytes. `write` gets a parameter's place, the
-    /// byte offset of the values within the parameter, and the values. Values between parameters are dropped.
+    /// Splits values of flat elements by parameter. `at` is the first element, and each value has `size` bytes. `write`
+    /// gets a parameter's place, the byte offset within the parameter, and the values. Values between parameters are
+    /// dropped.
     fn deal(
         &self,
         at: u64,

@@ -10,7 +10,7 @@ use super::schedule::Hardware;
 
 const GIGA: f64 = 1e9;
 
-/// Speeds and sizes. What a flag does not say, the file may.
+/// Speeds and sizes. Flags win over the file.
 #[derive(Clone, Debug, Default, clap::Args, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct HardwareArgs {

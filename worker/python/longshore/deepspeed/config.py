@@ -169,8 +169,8 @@ class Config:
         return kind(params, **arguments, **job)
 
     def defaults(self) -> dict[str, Any]:
-        """Returns the job options for which DeepSpeed's default differs. DeepSpeed takes zeros for missing gradients, under which
-        parameters that train later would decay."""
+        """Returns the job options for which DeepSpeed's default differs. DeepSpeed takes zeros for missing gradients. With
+        frozen="train-later" these are not set: zeros would decay parameters that train later."""
         return {} if self.job.get("frozen") == "train-later" else {"missing_gradients": "zeros"}
 
     def scheduler(self, optimizer: optim.Optimizer) -> Any:

@@ -1,7 +1,8 @@
-"""An optimizer's job on its servers, opened when it is first needed and closed with the optimizer; and the state of its current step.
+"""An optimizer's job on its servers, and the state of its current step. The first use opens the job, and the optimizer's end closes it.
 
 The connection owns the Rust half's job, the weights, page-locked memory and the ranks that reduce gradients together. Only the optimizer and
-``longshore.shard`` reach it, on the training thread. The parts of the optimizer share one :class:`Step`:
+``longshore.shard`` reach it: on the training thread, and from streaming's hooks on autograd's threads. The parts of the optimizer share one
+:class:`Step`:
 
 ====================== ================================================= =====================================
 state                  meaning                                           goes on with

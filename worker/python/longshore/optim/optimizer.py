@@ -1,7 +1,8 @@
 """The base class of this package's optimizers: a ``torch.optim.Optimizer`` whose steps servers make.
 
-:class:`Optimizer` joins the parts of this folder: steps, streaming, state, guards. All parts run on the training thread. A newer optimizer
-over the same parameters replaces an older one, for example when a notebook's cell runs again.
+:class:`Optimizer` joins the parts of this folder: steps, streaming, state, guards. Streaming's hooks take gradients on autograd's threads,
+and all other calls come from the training thread. A newer optimizer over the same parameters replaces an older one, for example when a
+notebook's cell runs again.
 """
 
 import contextlib
@@ -291,7 +292,7 @@ class Optimizer(Stepping, Stateful):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes one step, and returns when the parameters hold the next step's weights.
+        """Makes one step. Without streaming, returns when the parameters hold the next step's weights.
 
         In streaming mode the gradients have left already, and the first use of a parameter waits for its weights. Otherwise gradients in
         ``.grad`` leave now and stay unchanged. Without any gradient nothing happens, as in torch. With several ranks another rank may have

@@ -137,7 +137,7 @@ def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
 
 
 def _wanted(state_dict: dict[str, Any], job: str) -> tuple[int, str | None] | None:
-    """Returns the version of this job that a handle names, and the checkpoint if the handle names one; None for a handle of another job."""
+    """Returns the version that a handle of this job names, and its checkpoint if named. None for a handle of another job."""
     handle = state_dict.get(KEY)
     if not isinstance(handle, dict) or handle.get("job") != job:
         return None
@@ -183,7 +183,7 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
 
 
 def _check_meeting(connection: Connection, version: int) -> None:
-    """Raises if several ranks cannot wait for each other. One rank might read state while another has the servers abandon it."""
+    """Raises if several ranks cannot wait for each other. A rank might read state while another has the servers abandon it."""
     if connection.world_size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     raise invalid(
@@ -447,9 +447,9 @@ class Stateful(Connected):
         return to the handle's version if they have a checkpoint of it, and abandon their own. The world size may differ then. All ranks
         must load the handle.
 
-        A state of torch's optimizer of the same name, or a full state of this package: the job must be new. Opening the job, in the first
-        step, fills it with the parameters' weights of that time, and with ``master`` weights of the state where these weights are their
-        rounding. A warning names other weights. Until then the tensors are referred to, not copied. Tensors of
+        A state of torch's optimizer of the same name, or a full state of this package: the job must be new. The first step opens the job,
+        and fills it with the parameters' weights of that time. Where these are the rounding of the state's ``master`` weights, the
+        ``master`` weights fill it. A warning names other weights. Until then the tensors are referred to, not copied. Tensors of
         ``torch.load(path, mmap=True)`` are read from the file when sent.
 
         Raises:

@@ -2,7 +2,8 @@
 
 Training and autograd threads collect, and check each gradient once. A contiguous CPU gradient is read in place. An accelerator copies the
 gradients of a group together, behind their computation, into page-locked memory of the job or of torch. Small gradients are packed on the
-device first, and a bucket of them takes one copy. :class:`Pusher` waits for that on its own thread, so that backward never waits.
+device first, and a bucket of them takes one copy. :class:`Pusher` waits for that on its own thread. Backward waits for memory alone: a
+parameter's until its earlier gradient is read, and a device's until unsent gradients leave room.
 """
 
 import functools

@@ -86,8 +86,8 @@ def settings(
 ) -> Settings:
     """Returns a job's settings.
 
-    ``hypers`` has the first hyperparameters of each group. ``partitions`` has the first parameter and the rank of each partition, for ranks that send a part of the gradient. ``frozen`` parameters
-    are changed by no step; servers keep their weights alone."""
+    ``hypers`` has the first hyperparameters of each group. ``partitions`` is for ranks that send a part of the gradient, and has the first
+    parameter and the rank of each partition. No step changes ``frozen`` parameters; servers keep their weights alone."""
     addresses, transport = options.addresses(), options.transport
     if options.is_embedded() and transport == "tcp":
         transport = "unix"  # the only socket of a server inside this process

@@ -202,7 +202,7 @@ class UnitWeights:
         self._frozen = [member for unit in home.units for member in unit.members if member.kept is not None]
 
     def belong_to(self, job: Any, held: int | None) -> "UnitWeights":
-        """Switches to a job once it was started; the one before was abandoned for a checkpoint, or with a step of version ``held``."""
+        """Switches to a job that was started. The job before was abandoned for a checkpoint, or with a step of version ``held``."""
         self._home.renew(are_same=held is not None)
         self._job, self._held = job, held
         self._fetcher.belong_to(job)

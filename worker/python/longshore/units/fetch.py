@@ -321,7 +321,7 @@ class Fetch:
         self.shared: list[tuple[Member, Tensor, int]] = []
         self._fetcher = fetcher
         self._copied: dict[torch.device, Any] | None = None
-        #: By device, the stream that the memory was allocated for, and its work at that time, which may use the memory's previous tensor.
+        #: By device: the stream that the memory was allocated for, and its work then. That work may use the memory's previous tensor.
         self._before: dict[torch.device, tuple[Any, Any]] = {}
         for device in {member.tensor.device for member in members if _device.accelerator.has(member.tensor)}:
             stream = _device.accelerator.current_stream(device)

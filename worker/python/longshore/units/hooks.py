@@ -52,7 +52,7 @@ def _follow_checkpoints() -> None:
 
 
 class Saving:
-    """Hooks for tensors that autograd saves: a weight is saved by name, and fetched again when backward needs it."""
+    """Hooks for tensors that autograd saves. A weight is saved by reference, and fetched again when backward needs it."""
 
     def __init__(self, home: Residency) -> None:
         self._home = home
@@ -95,7 +95,7 @@ class Saving:
 
     def _unpack(self, saved: Any) -> Tensor:
         if torch.is_grad_enabled() and is_in_backward():
-            # Backward builds a graph of its own, which saves weights as well. The hooks stay until the running node is done.
+            # With create_graph, backward records a graph, which saves weights too. The hooks stay until the running node is done.
             self.on()
         return saved.get()
 

@@ -1,7 +1,7 @@
 """Resident units: as many as the budget holds, fetched before their use in the learned order.
 
 :class:`Residency` decides on the training thread and on autograd's threads which units are fetched and released. A unit that backward needs
-stays until its node has run. :class:`UnitWeights` stands for the weights of a job whose model is in units.
+stays until its node has run. :class:`UnitWeights` of ``build.py`` stands for the weights of a job whose model is in units.
 """
 
 import contextlib

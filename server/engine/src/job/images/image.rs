@@ -149,15 +149,14 @@ impl Size {
         let trained = (0..layout.shards()).map(ShardId).filter(|&shard| !layout.is_frozen(shard));
         let trained: Vec<u64> = trained.map(|shard| layout.shard_len(shard)).collect();
         let largest = trained.iter().copied().max().unwrap_or(0);
-        // The window has as many images as may be on their way to the drives, and never fewer than the two of
-        // a shard.
+        // The window has an image for each storage buffer, and never fewer than the two of a shard.
         let count = storage.buffers.max(2).min(2 * trained.len());
         Size { count, bytes: (largest * spec.image_dtype.bytes()) as usize }
     }
 }
 
-/// Returns the DRAM that a job's images take if they live on drives. The window is part of it, and in a
-/// delayed job the two images that a checkpoint copies at a time.
+/// Returns the DRAM that a job's images take if they live on drives. The window counts. In a delayed job, two images
+/// for a checkpoint's copies count too.
 pub(in crate::job) fn window_need(spec: &JobSpec, layout: &Layout, storage: &Storage) -> u64 {
     let Size { count, bytes } = Size::of(spec, layout, storage);
     let aside = if spec.max_delay > 0 { 2 } else { 0 };

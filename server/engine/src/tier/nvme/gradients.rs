@@ -56,7 +56,7 @@ struct GradientExtent {
 }
 
 impl GradientPlan {
-    /// The shards of `held`, which the job is opened with, come first.
+    /// `held` are the shards at opening. Their gradients come first in the plan.
     fn new(spec: &JobSpec, layout: &Layout, held: &[ShardId], files: usize) -> GradientPlan {
         let mut plan =
             GradientPlan { shards: Vec::new(), files: vec![0; files], wire: spec.gradient_dtype.bytes() };

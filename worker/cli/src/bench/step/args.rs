@@ -65,7 +65,7 @@ pub(crate) struct Args {
     /// Bytes a second of each rank's link, each way, as in 1G [default: as fast as it is]
     #[arg(long, value_name = "N", value_parser = parse_count)]
     pub(super) link: Option<u64>,
-    /// For the prediction: bytes a second of each server's link, each way, as in 100M. It makes no link slower
+    /// For the prediction: bytes a second of each server's link, each way, as in 100M. No link gets slower
     #[arg(long, value_name = "N", value_parser = parse_count)]
     pub(super) server_link: Option<u64>,
     /// For the prediction: bytes a second that each server's memory moves in updates [default: what the update alone is
