@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::{
     fault::{Fault, FaultKind},
-    ids::{Epoch, ServerId, ShardId, Step},
+    ids::{Epoch, ServerId, ShardId, Step, Version},
     limits::{BLOCK_ELEMENTS, MAX_SERVERS},
 };
 
@@ -156,7 +156,7 @@ impl Placement {
     }
 
     /// The server that has a shard's state of `version`, for a server that makes later versions.
-    pub fn source(&self, server: ServerId, shard: ShardId, version: crate::ids::Version) -> ServerId {
+    pub fn source(&self, server: ServerId, shard: ShardId, version: Version) -> ServerId {
         let step = Step(version.0);
         let before = self.before(shard, step, self.owner(shard) != server);
         before.filter(|&before| before != NO_SERVER).unwrap_or(self.owner_at(shard, step))
@@ -262,7 +262,7 @@ impl Placement {
     }
 
     /// Returns true if every handover is over: no step in flight at `version` has an owner that is not the newest.
-    pub fn is_settled(&self, version: crate::ids::Version) -> bool {
+    pub fn is_settled(&self, version: Version) -> bool {
         self.handovers.iter().all(|handover| handover.from_step.0 + STEPS_KNOWN <= version.0)
     }
 

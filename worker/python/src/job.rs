@@ -203,9 +203,13 @@ impl Job {
             (None, None) => Box::new(Weights(params)),
         };
         self.with(py, move |stage| {
-            let Stage::Connected(_) = stage else { return Err(Misuse("the job is started already").into()) };
-            let Stage::Connected(mut session) = std::mem::replace(stage, Stage::Closed) else {
-                return Err(CLOSED.into());
+            let mut session = match std::mem::replace(stage, Stage::Closed) {
+                Stage::Connected(session) => session,
+                Stage::Closed => return Err(CLOSED.into()),
+                training => {
+                    *stage = training;
+                    return Err(Misuse("the job is started already").into());
+                }
             };
             let joined = session.start_from(&*filling)?;
             let options = self.settings.pipeline(&self.steps, session.spec())?;

@@ -120,8 +120,7 @@ impl Machine {
         ranks: &[Option<Joined>],
     ) -> Result<(), Refusal> {
         self.check_rank_zero(incarnation)?;
-        let nothing = self.phase == Phase::Loading || self.shards.iter().all(|shard| shard.span.is_empty());
-        if !nothing {
+        if !self.is_without_shards() {
             return Err(Refusal::NotLoading { version: self.version });
         }
         self.commits.clear();

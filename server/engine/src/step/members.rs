@@ -46,10 +46,11 @@ impl Machine {
     ) -> Result<bool, Refusal> {
         let world_size = world_size.unwrap_or(self.world_size);
         self.check_world_size(rank, world_size)?;
-        if self.check_taking(rank, incarnation)? && self.ranks[rank.index()].is_outdated {
+        let has_taken = self.check_taking(rank, incarnation)?;
+        if has_taken && self.ranks[rank.index()].is_outdated {
             return Err(Refusal::PlacementChanged { rank, incarnation, epoch: self.placement.epoch });
         }
-        let is_bound = self.check_taking(rank, incarnation)? && !self.ranks[rank.index()].fence_only;
+        let is_bound = has_taken && !self.ranks[rank.index()].fence_only;
         if rank != Rank(0) && (world_size != self.world_size || self.is_placed) {
             return Ok(false);
         }
