@@ -170,8 +170,8 @@ impl AtomicWords {
 /// A word beside bytes that readers cannot be locked out of: an atomic, or a model's. Bytes read between two equal
 /// stamps are of that version.
 ///
-/// The writer sets the stamp to 0 before it changes the first byte, and to the version's once the last one is
-/// written. A reader looks at the stamp, reads, and looks again.
+/// The writer sets the stamp to 0 before it changes the first byte. Once the last byte is written, the stamp is the
+/// version's. A reader looks at the stamp, reads, and looks again.
 pub(crate) trait Stamp {
     fn load(&self, order: Ordering) -> u64;
     fn store(&self, value: u64, order: Ordering);

@@ -91,13 +91,13 @@ impl Slab {
         Ok(Slab { map: Map::kept(file, bytes).map_err(failed)? })
     }
 
-    /// Cuts the slab into exclusive regions, in order, and touches all of them. So no later step pays for a
-    /// page fault, and an overcommitted host fails here and not in the middle of training.
+    /// Cuts the slab into exclusive regions, in order, and touches all of them. So no later step pays for a page fault.
+    /// An overcommitted host fails here, not in the middle of training.
     ///
     /// Each thread of `near` touches the part of a region whose blocks it will update. This also puts the
     /// part on the thread's NUMA node (no mbind: first touch decides). First touch costs most of an
-    /// allocation. With the memory at hand one thread or two touch 24 GB/s. A virtual machine that must first
-    /// get it from its host touched 4.3 and 5.2 GB/s with one thread, 5.8 and 5.5 with two.
+    /// allocation. With the memory at hand one thread or two touch 24 GB/s. A virtual machine must
+    /// first get it from its host: one thread touched 4.3 and 5.2 GB/s there, two threads 5.8 and 5.5.
     ///
     /// # Panics
     /// If the sizes need more than the slab has.

@@ -1,7 +1,7 @@
-//! The user at the other end of a loopback connection, so that a port of this host is not open to all of its users.
+//! The user at the other end of a loopback connection: a port must not be open to all users of this host.
 //!
 //! The kernel's table of sockets names each socket's user. A connection over loopback has both ends in one network
-//! namespace, so the table of this process's namespace has the peer's socket.
+//! namespace. So the table of this process's namespace has the peer's socket.
 
 use std::{
     fs, io,

@@ -42,8 +42,8 @@ pub fn decide(
         let first_nonfinite = blocks.iter().enumerate().find_map(|(block, stats)| {
             stats.first_nonfinite.map(|element| block as u64 * BLOCK_ELEMENTS + u64::from(element))
         });
-        // A sum over fewer ranks counts as a mean after division by the share, and a sum of squares by the share's
-        // square.
+        // A sum over fewer ranks counts as a mean after division by the share. A sum of squares is divided by the
+        // share's square.
         let squares = shares.iter().flat_map(|(range, share)| {
             blocks[range.clone()].iter().map(move |stats| stats.sum_squares / (share * share))
         });

@@ -333,8 +333,8 @@ impl Jobs {
     }
 
     /// Returns the job of this name, created if absent. Waits while another call opens it. True: created.
-    /// `is_new` says that the server is no part of the job yet: a job that owns no shard here, or has left this server, begins
-    /// anew. `incarnation` is that of rank 0's process, which fences earlier ones; 0 for other callers.
+    /// `is_new` says that the server is no part of the job yet. A job that owns no shard here, or has left this server,
+    /// then begins anew. `incarnation` is that of rank 0's process, which fences earlier ones; 0 for other callers.
     pub(crate) async fn open(
         self: Arc<Self>,
         wanted: StoredJob,

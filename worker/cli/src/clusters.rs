@@ -38,8 +38,9 @@ pub(crate) struct Given {
 /// Puts the chosen cluster's servers into `servers`, and its credentials into `access`.
 ///
 /// # Errors
-/// If flags name both servers and a cluster, if the file or the cluster cannot be used, or if required servers are
-/// named nowhere.
+/// - If flags name both servers and a cluster.
+/// - If the file or the cluster cannot be used.
+/// - If required servers are named nowhere.
 pub(crate) fn choose(
     servers: &mut Vec<String>,
     access: &mut Access,

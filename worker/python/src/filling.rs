@@ -11,8 +11,8 @@ use crate::{error::raised, memory::HostTensor};
 /// The weights alone, one tensor for each parameter.
 pub(crate) struct Weights(pub(crate) Vec<HostTensor>);
 
-/// Number of updates that made the state (None for weights alone), parameters with fewer updates (and how many
-/// fewer), and the callable that returns each tensor.
+/// Number of updates that made the state, None for weights alone; parameters with fewer updates, and how many fewer;
+/// the callable that returns each tensor.
 pub(crate) type Given = (Option<u64>, Vec<(u32, u64)>, Py<PyAny>);
 
 /// Tensors that Python reads on request. A single tensor of each array is in memory at a time.

@@ -134,7 +134,7 @@ impl Cluster {
     }
 
     /// The tier in which a server keeps the job. A server that has not said it takes the others' tier, or else the
-    /// spec's. Of the others' tiers the longest-lasting one counts, so that no state there is taken for lost.
+    /// spec's. The others' longest-lasting tier counts, so that no state there is taken for lost.
     pub(crate) fn tier(&self, server: ServerId) -> TierKind {
         let known = self.members.read(|state| {
             let of = state.tiers.get(&server).or_else(|| state.tiers.values().max());

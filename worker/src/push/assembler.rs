@@ -404,9 +404,8 @@ impl Assembler {
         collector.put_together(&plan, gradients, write, |key, payload, crc| outbox.send(key, payload, crc))
     }
 
-    /// Notes that parameter `param` got no gradient in this micro-step. A job with `leave_out` leaves the
-    /// parameter out of a step in which no rank and no micro-step has a gradient for it. Any other job counts
-    /// zeros.
+    /// Notes that parameter `param` got no gradient in this micro-step. A job with `leave_out` leaves the parameter out
+    /// of a step if no rank has a gradient for it in any micro-step. Any other job counts zeros.
     ///
     /// # Errors
     /// Errors of [`Assembler::put`].

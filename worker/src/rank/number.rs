@@ -1,8 +1,8 @@
 //! The incarnations of this process. The first one says when the process began, by the job's clock. A later process so
 //! has a greater number, however long either of them was stopped.
 //!
-//! The job's clock is that of its very first server. Where that server leaves the job, the placement has from then on
-//! how far the job's clock is ahead of the next one.
+//! The job's clock is that of its very first server. If that server leaves the job, the placement has the lead of the
+//! job's clock over the next server's.
 //!
 //! A process that joins again takes its next number. A successor's number is greater, so the successor stays, and this
 //! process ends with `Fenced`. Random low bits tell two processes apart that began in one millisecond.

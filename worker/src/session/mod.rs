@@ -291,7 +291,7 @@ impl Session {
 
     /// Opens the job and fills it from a checkpoint, whichever servers have lost their part. A job that is open on
     /// another number of servers comes from there, if they are at the checkpoint's version. State on servers is otherwise
-    /// deleted only if the caller allows it, or if the `memory` tier has lost the rest of it.
+    /// deleted only if the caller allows it, or tier `memory` has lost the rest of it.
     ///
     /// # Errors
     /// `StateKept` if state would have to be deleted and may not; `NoCheckpoint`; `NotRestored`.

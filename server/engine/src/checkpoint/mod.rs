@@ -9,9 +9,9 @@
 //! server writes it beside its own part. The same servers restore from that; for others the parts must be
 //! brought together.
 //!
-//! The manifest protects itself with a BLAKE3. For each part, one digest covers the header and one the tail,
-//! and the tail has one BLAKE3 for each block of each tensor. So a server that needs a few blocks of a part
-//! verifies exactly those.
+//! The manifest protects itself with a BLAKE3. For each part, one digest covers the header and one the tail. The
+//! tail has a BLAKE3 for each block of each tensor. So a server that needs a few blocks of a part verifies exactly
+//! those.
 
 mod evicted;
 mod fault;

@@ -21,8 +21,8 @@ use super::{
     plan::MAX_HEADER_BYTES,
 };
 
-/// The largest single read. At this size, a reader of many parts can be interrupted soon, and the page cache
-/// does not fill far ahead.
+/// The largest single read. At this size a reader of many parts can be interrupted soon. The page cache does not fill
+/// far ahead either.
 const PIECE: usize = 8 * 1024 * 1024;
 const TAIL_PIECE: usize = 1024 * 1024;
 

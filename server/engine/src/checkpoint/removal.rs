@@ -1,5 +1,5 @@
-//! The removal of old checkpoints, and of parts that were never sealed because another server had no room or their
-//! caller died. Such parts take as much room as a checkpoint.
+//! The removal of old checkpoints, and of parts that were never sealed: another server had no room, or the caller died.
+//! Such parts take as much room as a checkpoint.
 
 use std::{fs, io::ErrorKind, path::Path};
 

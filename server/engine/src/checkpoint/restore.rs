@@ -1,8 +1,8 @@
 //! A restore in three acts that may each be repeated: check, load and hold, start.
 //!
 //! A client of several servers has all of them hold before any of them starts. An act is repeated when its
-//! answer was lost or the client has died. The repeat succeeds if the job holds the checkpoint, was started
-//! from it, or has come to the very same state in any other way.
+//! answer was lost or the client has died. The repeat succeeds if the job holds the checkpoint or was started
+//! from it. The very same state, reached in any other way, counts too.
 //!
 //! The source is a sealed checkpoint, made by any number of servers, with shards of any size, on any tier.
 //! Shards are only a cut of the flat space, which is the same for the same parameters. So a new shard takes
@@ -38,8 +38,8 @@ pub struct RestoreInfo {
     pub commit: Option<Commit>,
     /// The checkpoint's state hash, as its manifest has it.
     pub state_hash: Option<String>,
-    /// Images that were read beside the state. With less than `Both`, a delayed job's version before cannot
-    /// be pulled, and its first step must be an exact one.
+    /// Images that were read beside the state. With less than `Both`, a delayed job's version before cannot be pulled.
+    /// The first step must then be an exact one.
     pub images: StoredImages,
     /// A number that is the same for the same contents, wherever they lie. Clients compare it before any server
     /// starts.

@@ -97,8 +97,8 @@ impl Store {
     }
 }
 
-/// Returns this server's part of a checkpoint that is sealed under this name already, if the part was made of the job's
-/// state. A job that went back may come to the same step again.
+/// Returns this server's part of a checkpoint that is sealed under this name already. Refuses a part that was not made
+/// of the job's state: a job that went back may come to the same step again.
 fn sealed_part(
     job: &Arc<Job>,
     folder: &Path,

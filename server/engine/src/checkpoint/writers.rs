@@ -1,5 +1,5 @@
-//! Parts that this process writes or has written, and who asked for each. Two authors may ask for one name: one
-//! writes at a time, both get the same part, and it stays until the last of its authors gives it up.
+//! Parts that this process writes or has written, and who asked for each. Two authors may ask for one name. Only one
+//! writes at a time, and both get the same part. A part stays until the last of its authors gives it up.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

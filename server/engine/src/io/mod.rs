@@ -27,8 +27,8 @@ use crate::memory::Region;
 /// written through the page cache.
 pub const FILE_ALIGN: u64 = 4096;
 
-/// The longest single transfer handed to the kernel. Devices peak at 1 MiB. A block device takes no more as
-/// one bio of 4 KiB pages, so io_uring never hands the transfer to a worker thread.
+/// The longest single transfer handed to the kernel. Devices peak at 1 MiB. A block device takes no more as one bio of
+/// 4 KiB pages. So io_uring never hands the transfer to a worker thread.
 pub(crate) const TRANSFER_BYTES: usize = 1024 * 1024;
 /// Number of transfers that one disk has in flight. Any depth from 4 on gave the same throughput; 32 covers
 /// several NVMe queues.

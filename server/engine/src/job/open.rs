@@ -1,5 +1,5 @@
-//! Opening of a job: its need is computed, memory is reserved, allocated and cut into images, contributions and
-//! sums, and the state that the tier has kept is recovered.
+//! Opening of a job: its need is computed, and memory is reserved, allocated and cut into images, contributions and
+//! sums. The state that the tier has kept is recovered.
 
 use std::{
     path::Path,

@@ -25,8 +25,8 @@ use crate::{
     step::{Admission, Ticket, Work},
 };
 
-/// Most bytes that are copied under one lock of a rank's buffer (20 microseconds), or read from a socket in
-/// one call (50 microseconds). Their checksum is then taken while they are in the core's L2 cache.
+/// Most bytes that a lock of a rank's buffer covers (20 microseconds) or a call reads from a socket (50 microseconds).
+/// Their checksum is then taken while they are in the core's L2 cache.
 const LOCKED_BYTES: usize = 256 * 1024;
 
 /// A chunk's share of its rank's buffer while its payload arrives. Dropped unfinished, it stores nothing.

@@ -91,8 +91,9 @@ pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
 /// the index of an element alone.
 ///
 /// # Panics
-/// If the range or its beginning is not a multiple of blocks, or if segments leave gaps or differ in their
-/// rule. A state slot that the rule uses must be there, and an unused one empty.
+/// - If the range or its beginning is not a multiple of blocks.
+/// - If segments leave gaps or differ in their rule.
+/// - If a state slot that the rule uses is not there, or an unused one is not empty.
 pub fn update_low(
     isa: Isa,
     segments: &[(Range<usize>, &Scalars)],

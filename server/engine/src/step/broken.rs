@@ -1,5 +1,5 @@
 //! Shards whose state is broken: a bit has flipped in this server's memory. The job's compute thread finds it at the next
-//! update of the block, and rank 0's next decision gives the shard to its other holder.
+//! update of the block. Rank 0's next decision then gives the shard to its other holder.
 //!
 //! Until that decision counts, this server takes the shard's gradients as before. Its updates change nothing, and pulls
 //! of later versions are refused, so that ranks ask the other holder.

@@ -1,5 +1,5 @@
-//! Pauses. A pause begins with a decision, or when rank 0 asks for it, and ends when an operator resumes the
-//! job. While it lasts the server accepts nothing for later steps.
+//! Pauses. A pause begins with a decision, or at rank 0's request. An operator's resume ends it. While a pause lasts,
+//! the server accepts nothing for later steps.
 
 use longshore_proto::{Incarnation, Version};
 

@@ -216,9 +216,9 @@ impl Machine {
         (self.pauses, self.resumes, self.resumed_loss_scale)
     }
 
-    /// Names the server whose state an update waits for, the ranks and shards that the next step waits for, or rank
-    /// 0's decision on it. Returns None while this server has work to do itself, and for a paused job that has the
-    /// whole gradient.
+    /// Names the server whose state an update waits for, or the ranks and shards that the next step waits for.
+    /// Otherwise names rank 0's decision on it. Returns None while this server has work to do itself, and for a paused
+    /// job that has the whole gradient.
     pub fn waiting_for(&self) -> Option<String> {
         if self.phase == Phase::Loading {
             return Some("the initial weights (Tensors.Upload) or a checkpoint (Admin.Restore)".to_string());

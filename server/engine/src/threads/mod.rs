@@ -332,8 +332,8 @@ fn settle(cores: &[usize]) {
     }
 }
 
-/// Priority of update threads: one step below the network threads, which work little and must not wait. A
-/// network thread that woke every millisecond beside two busy threads was 83, 2790 and 1861 us late with
-/// update threads at its own priority. With them one step below it was 77, 81 and 76 us late (90th percentile
-/// of three runs). More steps gained nothing, and would lose the update its share against other processes.
+/// Priority of update threads: one step below the network threads, which work little and must not wait. Measured with a
+/// network thread that woke every millisecond beside two busy threads. With update threads at its own priority it was
+/// 83, 2790 and 1861 us late. With them one step below it was 77, 81 and 76 us late (90th percentile of three runs).
+/// More steps gained nothing, and would lose the update its share against other processes.
 const NICE: i32 = 1;

@@ -198,8 +198,8 @@ impl Folder {
         dir.join(job.as_str()).join(format!("{FOLDER}{}-of-{servers}", server.0))
     }
 
-    /// Locks the job's folder and returns it. If there is none, creates a folder with a temporary name, which
-    /// no reader takes for the job's until it is [settled](Folder::settle).
+    /// Locks the job's folder and returns it. If there is none, creates a folder with a temporary name. No reader takes
+    /// it for the job's until it is [settled](Folder::settle).
     ///
     /// # Errors
     /// `Corrupt` where there are files and no header: they belong to another program.

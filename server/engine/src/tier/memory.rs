@@ -2,8 +2,8 @@
 //! remains.
 //!
 //! A shard with a second holder has a checksum of each block. An update compares the block just before it changes it,
-//! while the block comes into cache anyway, and stores the next checksum just after. A bit that flipped in memory is so
-//! found before it spreads, and the other holder goes on with the shard.
+//! while the block comes into cache anyway. The next checksum is stored just after. A flipped bit is so found before it
+//! spreads, and the other holder goes on with the shard.
 
 use std::sync::{
     Arc, Mutex,

@@ -118,7 +118,7 @@ fn remove(folder: &Path) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Deletes all files that these directories keep of a job that is not open, whether or not they can be read.
+/// Deletes all files that these directories keep of a job that is not open, readable or not.
 ///
 /// # Errors
 /// `Conflict` while another process uses one of its folders.

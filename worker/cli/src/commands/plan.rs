@@ -1,5 +1,5 @@
-//! `longshore plan`: what a job will take of its servers, by the arithmetic of their admission; of its GPUs; and
-//! the time of its steps.
+//! `longshore plan`: memory that a job will take of its servers and of its GPUs, and the time of its steps. The
+//! servers' part is by the arithmetic of their admission.
 
 mod gpus;
 mod job;

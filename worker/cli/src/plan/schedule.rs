@@ -383,8 +383,8 @@ impl<'a> Simulation<'a> {
         self.update(received_at);
     }
 
-    /// Returns the transfer time of a unit's activations between the GPU and its host, over the first part of the
-    /// link to the servers.
+    /// Returns the transfer time of a unit's activations between the GPU and its host, which is the first part of
+    /// the link to the servers.
     fn activations_s(&self, unit: usize) -> f64 {
         if self.run.activations <= 0.0 {
             return 0.0;

@@ -55,8 +55,8 @@ pub(crate) fn job_view(
     let [pushed_per_s, pulled_per_s, update_per_s] = known.rates();
     let times: Vec<f64> = known.steps.iter().rev().filter_map(|step| step.seconds).take(MEAN_OF).collect();
     let mean = times.iter().sum::<f64>() / times.len() as f64;
-    // A server that lacks a shard's state explains why others lack gradients, and one that lacks a gradient why the others
-    // lack the decision.
+    // A server that lacks a shard's state explains why others lack gradients. A server that lacks a gradient explains
+    // why others lack the decision.
     let waits = there.iter().map(|(_, answer)| &answer.waiting_for).filter(|waits| !waits.is_empty());
     let waiting =
         waits.min_by_key(|waits| (!waits.starts_with(STATE_AWAITED), waits.starts_with(DECISION_AWAITED)));

@@ -254,8 +254,8 @@ fn is_lock_file(path: &Path) -> bool {
     name.ends_with(".lock") || ["package-lock.json", "pnpm-lock.yaml", "go.sum"].contains(&name.as_ref())
 }
 
-/// Returns the regular files at or below `path`, sorted, so that a folder is one corpus in any order of the file
-/// system. Hidden files, links and cache folders are skipped.
+/// Returns the regular files at or below `path`, sorted: a folder is one corpus in any order of the file system.
+/// Hidden files, links and cache folders are skipped.
 fn list(path: &Path) -> Result<Vec<PathBuf>, Error> {
     match std::fs::metadata(path) {
         Ok(_) => {}

@@ -232,7 +232,7 @@ def save_deepspeed(
             {key: value for key, value in group.items() if key in ("lr", "betas", "eps", "weight_decay")}
             for group in _groups(optimizer)
         ]
-        # The loaders of ZeRO's stages 1 and 2 look for hyperparameters and step count in one place, and that of stage 3 in another.
+        # Loaders of ZeRO's stages 1 and 2 look for hyperparameters and step count in one place. Stage 3's looks in another.
         whole = {"state": {0: {_STEP: device.host_number(applied)}}, "param_groups": groups}
         state = {"param_groups": groups, "optimizer_state_dict": whole, "ds_version": _DEEPSPEED}
         torch.save(state, made / "zero" / _OPTIMIZER)

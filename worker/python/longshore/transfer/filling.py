@@ -133,7 +133,7 @@ class Filling:
 
     def of_job(self, params: list[Param], pieces: list[Piece], first: list[Place], frozen: list[Place]) -> Source:
         """Returns the tensors with which the Rust half fills a new job. Master weights fill it where the model's weights are their
-        rounding; other weights of the model were written on purpose, and fill it themselves.
+        rounding. Other weights of the model were written on purpose, and fill it themselves.
 
         Args:
             params: the parameters that train.

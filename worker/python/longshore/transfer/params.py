@@ -117,8 +117,8 @@ class Columns:
         return list(map(grad_of, self.tensors))
 
     def places(self, tensors: Sequence[Any]) -> list[Place] | None:
-        """Returns the places of tensors of the parameters' shapes and types for the Rust half; None if some differ, or have memory that it
-        cannot use."""
+        """Returns the places of tensors of the parameters' shapes and types. None if some differ, or have memory that the Rust half cannot
+        use."""
         try:
             addresses = list(map(Tensor.data_ptr, tensors))
             is_usable = all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))

@@ -146,7 +146,7 @@ class MappedFetch:
 
 #: A rank's message in a round. The smallest message is furthest behind in the step.
 #:
-#: Fields: its meetings so far, its turns between forward and backward since the last meeting, its place in that pass, and a digest of the
+#: Fields: its meetings so far; its turns between forward and backward since the last meeting; its place in that pass; a digest of the
 #: wanted weights.
 _Wish = tuple[int, int, int, int]
 
@@ -321,7 +321,7 @@ class Fetch:
         self.shared: list[tuple[Member, Tensor, int]] = []
         self._fetcher = fetcher
         self._copied: dict[torch.device, Any] | None = None
-        #: By device: the stream that the memory was allocated for, and its work then. That work may use the memory's previous tensor.
+        #: By device: the stream that the memory was allocated for, and its work then, which may use the memory's previous tensor.
         self._before: dict[torch.device, tuple[Any, Any]] = {}
         for device in {member.tensor.device for member in members if _device.accelerator.has(member.tensor)}:
             stream = _device.accelerator.current_stream(device)

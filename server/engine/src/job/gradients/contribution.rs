@@ -25,9 +25,8 @@ pub trait Lent: Send + Sync {
 pub(in crate::job) struct Contribution {
     region: Region,
     lent: Option<Arc<dyn Lent>>,
-    /// Statistics of blocks that were copied here, taken during the copy where a step needs them. A block
-    /// being copied still has the statistics of an earlier step, so they count only once the contribution is
-    /// complete.
+    /// Statistics of blocks that were copied here, taken during the copy where a step needs them. A block being copied
+    /// still has an earlier step's statistics. So statistics count only once the contribution is complete.
     statistics: Vec<Option<Statistics>>,
     /// The checksums of the chunks that went to the drives.
     sums: Vec<u32>,

@@ -294,8 +294,7 @@ impl Gradients {
         )))
     }
 
-    /// Reads the gradient that a shard's update uses, if it is on the drives, and starts to read that of the `next`
-    /// update.
+    /// Reads the gradient of a shard's update, if it is on the drives. Then starts to read that of the `next` update.
     pub(in crate::job) fn fetch_gradient(
         &self,
         owned: OwnedShard,

@@ -1,5 +1,5 @@
-//! Sums of contributions, the gradient statistics of a sum or of a lone contribution, and the parameters that
-//! no rank gave a gradient.
+//! Sums of contributions. Also gradient statistics of a sum or of a lone contribution, and parameters without a
+//! gradient from any rank.
 
 use std::collections::VecDeque;
 

@@ -181,8 +181,8 @@ impl Images {
         Ok(())
     }
 
-    /// Takes bytes of a whole number of blocks of an image that comes from another server with a shard's `version`, which
-    /// is the tier's current one.
+    /// Takes bytes of an image that another server sends with a shard's `version`, the tier's current one. The bytes
+    /// are whole blocks.
     pub(super) fn receive(
         &self,
         (owned, version, age): (OwnedShard, Version, ImageAge),

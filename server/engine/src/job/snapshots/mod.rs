@@ -30,7 +30,7 @@ use crate::{
     step::{Machine, Progress},
 };
 
-/// Purpose of a snapshot, which decides how many there may be at once and how long updates wait for its reader.
+/// Purpose of a snapshot: decides how many there may be at once, and how long updates wait for the reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Purpose {
     /// A block's copy is its hash, so the update waits only for hashing, at the speed of memory.
@@ -50,8 +50,7 @@ const DISK_GRACE: Duration = Duration::from_millis(500);
 const DISK_PACE: u64 = 64 * 1024 * 1024;
 
 impl Purpose {
-    /// Returns the field that names such snapshots in errors, and the most that a job may have at once on a
-    /// server.
+    /// Returns the field that names such snapshots in errors, and the most that a job may have at once.
     fn most(self) -> (&'static str, usize) {
         match self {
             Purpose::Hash => ("state_hashes", usize::MAX),

@@ -1,6 +1,6 @@
 //! A snapshot: one consistent version of all shards, copied while training goes on.
 //!
-//! A snapshot of version V copies every block once, as it is at V, and hands the copies to its reader. Its
+//! A snapshot of version V copies every block once, as the block is at V. The reader gets the copies. The snapshot's
 //! own thread walks the shards in forward order. The thread copies a few blocks, unlocks the shard, and only
 //! then hands the copies on. An update that is about to carry a shard beyond V first copies the rest of the
 //! shard. So updates wait for copies, which are made at the speed of memory. [`Staging`] bounds the time that

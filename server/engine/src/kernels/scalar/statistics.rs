@@ -23,8 +23,8 @@ pub(in super::super) const SUMS: usize = 2 * LANES;
 /// takes.
 pub(in super::super) const TILE: usize = 16 * SUMS;
 
-/// Least sum that is exact enough. Each of a block's 64 Ki squares may have lost 2^-150 by underflow in f32,
-/// all together 2^-38 of such a sum.
+/// Least sum that is exact enough. Each of a block's 64 Ki squares may have lost 2^-150 by underflow in f32. All
+/// together have then lost 2^-38 of such a sum.
 const LEAST: f64 = 1.0 / (1u128 << 96) as f64;
 
 /// The sum of the squares of a slice's elements, which come in order.

@@ -180,7 +180,7 @@ fn touch(state: &mut State<'_>) {
     }
 }
 
-/// Reads one slot of every spilled shard and writes the other slot of all shards, as many at once as the
+/// Reads a slot of every spilled shard, and writes the other slot of all shards. As many are under way at once as the
 /// store has buffers. A step moves the same bytes, with updates in between.
 fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let plan = tier.plan();

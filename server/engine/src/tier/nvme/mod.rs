@@ -8,8 +8,8 @@
 //! Recovery of a store reads every block of the version that it takes. If one is damaged, the version before
 //! can still be taken, and later it cannot.
 //!
-//! **Residency.** A fixed share of the shards stays in DRAM, spread evenly, so that reads of the others hide
-//! behind their updates. An LRU under cyclic access would hit nothing. Resident shards are still written, or
+//! **Residency.** A fixed share of the shards stays in DRAM, spread evenly: reads of the others hide behind their
+//! updates. An LRU under cyclic access would hit nothing. Resident shards are still written, or
 //! their versions would be lost with the process. With a share r resident a step moves (2 - r) times the
 //! state. Logged gradients could make them durable for a sixth of the writes, and a replay of several steps
 //! at recovery. Writes are twice as fast as reads on the devices measured, so that was left out.

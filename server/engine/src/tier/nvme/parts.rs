@@ -1,9 +1,9 @@
 //! The read window: parts of images and of frozen weights that pulls read from the drives. Some are read
 //! before a pull asks for them.
 //!
-//! A pull gives the order of its slices. So the next parts are read while one is sent, and a pull reaches the
-//! speed of a drive with several requests. With one request at a time, each would take a drive's latency.
-//! Ranks that pull the same weights at about the same time share each read.
+//! A pull gives the order of its slices, so the next parts are read while a part is sent. A pull so reaches the speed
+//! of a drive with several requests. With one request at a time, each would take a drive's latency. Ranks that pull the
+//! same weights at about the same time share each read.
 
 use std::{
     sync::{

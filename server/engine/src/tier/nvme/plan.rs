@@ -46,8 +46,8 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// **Why this order.** A step that updates first writes all shards' state (and images) into the slots that
 /// the last durable version does not use. Then follow their tables, a flush of every file, the record twice
 /// in each file, and another flush. Until the record is there the last durable version is untouched: its
-/// slots, tables and record are other ones. A step that is skipped writes a record alone, naming the same
-/// slots, and with digests of shards that were fetched meanwhile ([`Apart`]). The record overwrites the record
+/// slots, tables and record are other ones. A skipped step writes a record alone, which names the same slots.
+/// The record also has digests of shards that were fetched meanwhile ([`Apart`]). The record overwrites the record
 /// of two versions back, so that at any instant the last durable one is whole. The next step is not decided before that.
 ///
 /// Slots of one parity lie together, so that a step reads one sequential run and writes another.

@@ -104,8 +104,8 @@ impl Real for f32 {
     }
 }
 
-/// A slice as a matrix. The element (row, column) lies at `row * row_stride + column * column_stride`, inside the
-/// slice for every row below `rows` and column below `columns`.
+/// A slice as a matrix. The element (row, column) lies at `row * row_stride + column * column_stride`. For every row
+/// below `rows` and column below `columns`, that is inside the slice.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a, T> {
     values: &'a [T],
