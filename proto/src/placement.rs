@@ -20,13 +20,20 @@ pub struct Placement {
     /// [`NO_SERVER`] where a shard has none. Empty in a job without replicas.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub replicas: Vec<ServerId>,
-    /// Changes of owners and replicas that a step in flight may still ask about, oldest first.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    /// Changes of owners and replicas that a step in flight may still ask about: by shard, and a shard's oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "by_shard")]
     pub handovers: Vec<Handover>,
     /// The job's clock minus the clock of its first member, in ms. Processes of a rank are ordered by the job's clock,
     /// which is that of the very first server.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub clock_ahead_ms: i64,
+}
+
+/// Records of earlier versions have the oldest first.
+fn by_shard<'de, D: serde::Deserializer<'de>>(stored: D) -> Result<Vec<Handover>, D::Error> {
+    let mut handovers: Vec<Handover> = serde::Deserialize::deserialize(stored)?;
+    handovers.sort_by_key(|of| of.shard);
+    Ok(handovers)
 }
 
 fn is_zero(value: &i64) -> bool {
@@ -150,9 +157,15 @@ impl Placement {
 
     /// The server before a change that counts from a later step than `step` on.
     fn before(&self, shard: ShardId, step: Step, is_replica: bool) -> Option<ServerId> {
-        let is_later =
-            |of: &&Handover| (of.shard, of.is_replica) == (shard, is_replica) && of.from_step > step;
-        self.handovers.iter().find(is_later).map(|handover| handover.before)
+        let is_later = |of: &&Handover| of.is_replica == is_replica && of.from_step > step;
+        self.handovers_of(shard).iter().find(is_later).map(|handover| handover.before)
+    }
+
+    /// A move of thousands of shards has tens of thousands of handovers, and each chunk and pull asks for its shard's.
+    fn handovers_of(&self, shard: ShardId) -> &[Handover] {
+        let from = self.handovers.partition_point(|of| of.shard < shard);
+        let to = from + self.handovers[from..].partition_point(|of| of.shard == shard);
+        &self.handovers[from..to]
     }
 
     /// The server that has a shard's state of `version`, for a server that makes later versions.
@@ -166,7 +179,7 @@ impl Placement {
     /// may ask about. Tiers that keep records have no replicas.
     pub fn span(&self, server: ServerId, shard: ShardId) -> Range<u64> {
         let is_owner = self.owner(shard) == server;
-        match self.handovers.iter().rfind(|handover| handover.shard == shard) {
+        match self.handovers_of(shard).last() {
             Some(handover) if is_owner => handover.from_step.0..u64::MAX,
             Some(handover) if handover.before == server => 0..handover.from_step.0,
             _ if is_owner => 0..u64::MAX,
@@ -226,6 +239,7 @@ impl Placement {
             }
             self.handovers.push(Handover { shard, from_step, before, is_replica: true });
         }
+        self.handovers.sort_by_key(|of| of.shard);
         for server in &change.removed {
             self.servers[server.0 as usize].clear();
         }
@@ -296,8 +310,7 @@ impl Placement {
             None => (server.0 as usize) < count,
         };
         let moving = |shard: &ShardId| {
-            let is_open = |of: &Handover| of.shard == *shard && of.from_step.0 + STEPS_KNOWN > step.0;
-            self.handovers.iter().any(is_open)
+            self.handovers_of(*shard).iter().any(|of| of.from_step.0 + STEPS_KNOWN > step.0)
         };
         for (shard, to) in &change.moves {
             let Some(owner) = self.owners.get(shard.index()) else {

@@ -196,12 +196,15 @@ impl Wire for Placement {
 
     fn from_wire(placement: Option<v1::Placement>) -> Result<Placement, Fault> {
         let placement = placement.ok_or_else(|| missing("placement"))?;
+        let mut handovers: Vec<Handover> = placement.handovers.into_iter().map(handover_from_wire).collect();
+        // Servers of earlier versions send the oldest first.
+        handovers.sort_by_key(|of| of.shard);
         Ok(Placement {
             epoch: Epoch(placement.epoch),
             servers: placement.servers,
             owners: placement.owners.into_iter().map(ServerId).collect(),
             replicas: placement.replicas.into_iter().map(ServerId).collect(),
-            handovers: placement.handovers.into_iter().map(handover_from_wire).collect(),
+            handovers,
             clock_ahead_ms: placement.clock_ahead_ms,
         })
     }

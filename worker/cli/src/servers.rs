@@ -72,37 +72,7 @@ impl Servers {
     /// Connects to the servers that can be reached, in the given order.
     pub(crate) fn reach(addresses: &[String], access: &Access) -> anyhow::Result<(Servers, Silent)> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-        let credentials = access.credentials().map_err(wrong_use)?;
-        let checked = addresses.iter().map(|address| Address::new(address, credentials.as_ref()));
-        let checked = checked.collect::<Result<Vec<Address>, Fault>>().map_err(wrong_use)?;
-        let connect = |address: &Address| {
-            let address = address.clone();
-            async move { tokio::time::timeout(CONNECT, address.connect()).await }
-        };
-        let channels = runtime.block_on(join_all(checked.iter().map(connect)));
-        let (mut servers, mut silent) = (Vec::new(), Vec::new());
-        for (address, channel) in addresses.iter().cloned().zip(channels) {
-            let why = match channel {
-                Ok(Ok(channel)) => {
-                    let admin =
-                        AdminClient::new(channel).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
-                    servers.push(Server { address, admin });
-                    continue;
-                }
-                Ok(Err(error)) => match untrusted(&error) {
-                    Some(fault) => {
-                        silent.push((address, format!("is not connected to: {fault}")));
-                        continue;
-                    }
-                    None => with_sources(&error),
-                },
-                Err(_) => "no answer".to_string(),
-            };
-            silent.push((
-                address,
-                format!("cannot be reached ({why}): check that longshored runs there, and --servers"),
-            ));
-        }
+        let (servers, silent) = connect_on(&runtime, addresses, access)?;
         Ok((Servers { runtime, servers }, silent))
     }
 
@@ -248,8 +218,8 @@ impl Servers {
         if missing.is_empty() {
             return Ok(Vec::new());
         }
-        let (more, silent) = Servers::reach(&missing, access)?;
-        self.servers.extend(more.servers);
+        let (more, silent) = connect_on(&self.runtime, &missing, access)?;
+        self.servers.extend(more);
         Ok(silent)
     }
 
@@ -306,6 +276,45 @@ impl Servers {
             self.each_promptly(async |mut admin| admin.list_jobs(v1::ListJobsRequest::default()).await)?;
         Ok(jobs_of(&lists))
     }
+}
+
+/// Connects to the servers that can be reached, in the given order. Connections live as long as the runtime.
+fn connect_on(
+    runtime: &Runtime,
+    addresses: &[String],
+    access: &Access,
+) -> anyhow::Result<(Vec<Server>, Silent)> {
+    let credentials = access.credentials().map_err(wrong_use)?;
+    let checked = addresses.iter().map(|address| Address::new(address, credentials.as_ref()));
+    let checked = checked.collect::<Result<Vec<Address>, Fault>>().map_err(wrong_use)?;
+    let connect = |address: &Address| {
+        let address = address.clone();
+        async move { tokio::time::timeout(CONNECT, address.connect()).await }
+    };
+    let channels = runtime.block_on(join_all(checked.iter().map(connect)));
+    let (mut servers, mut silent) = (Vec::new(), Vec::new());
+    for (address, channel) in addresses.iter().cloned().zip(channels) {
+        let why = match channel {
+            Ok(Ok(channel)) => {
+                let admin = AdminClient::new(channel).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES);
+                servers.push(Server { address, admin });
+                continue;
+            }
+            Ok(Err(error)) => match untrusted(&error) {
+                Some(fault) => {
+                    silent.push((address, format!("is not connected to: {fault}")));
+                    continue;
+                }
+                None => with_sources(&error),
+            },
+            Err(_) => "no answer".to_string(),
+        };
+        silent.push((
+            address,
+            format!("cannot be reached ({why}): check that longshored runs there, and --servers"),
+        ));
+    }
+    Ok((servers, silent))
 }
 
 /// Returns whether a server refused a call because it does not hold the job.
