@@ -272,7 +272,8 @@ impl Placement {
         let is_last = |shard: &ShardId| {
             lost.contains(&self.owner(*shard)) && self.replica(*shard).is_none_or(|of| lost.contains(&of))
         };
-        (0..self.owners.len() as u32).map(ShardId).find(is_last)
+        let shards = if lost.is_empty() { 0 } else { self.owners.len() as u32 };
+        (0..shards).map(ShardId).find(is_last)
     }
 
     /// Returns true if every handover is over: no step in flight at `version` has an owner that is not the newest.
