@@ -51,6 +51,9 @@ pub(super) fn failed(call: &str, path: &Path) -> impl Fn(io::Error) -> Fault {
                 "large enough for the weights",
                 "free space there, or name another folder with --out",
             ),
+            io::ErrorKind::ResourceBusy => {
+                (FaultKind::Precondition, "no mount point", "name a folder below it with --out")
+            }
             _ => (FaultKind::Precondition, "writable", "name a folder that can be written with --out"),
         };
         Fault::new(kind, "out", format!("{place}: {error})"), limit, remedy)
@@ -59,8 +62,12 @@ pub(super) fn failed(call: &str, path: &Path) -> impl Fn(io::Error) -> Fault {
 
 impl Target {
     /// Makes a draft folder beside the target, of mode 0700. Fails if the target holds other files, or cannot be written.
-    pub(super) fn draft(self) -> Result<Draft, Fault> {
+    pub(super) fn draft(mut self) -> Result<Draft, Fault> {
         self.holds_export()?;
+        if let Ok(folder) = fs::canonicalize(&self.folder) {
+            // The present folder, `.`, has no other name to be replaced by.
+            self.folder = folder;
+        }
         let parent = self.parent();
         fs::create_dir_all(parent).map_err(failed("create", parent))?;
         let own = fs::Permissions::from_mode(0o700);
