@@ -1,6 +1,9 @@
 """An exception interrupts a step in streaming mode, after some of its gradients have left for the servers."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +16,10 @@ from longshore import errors
 from longshore.optim.connection import Connection
 from longshore.optim.step import Stepping
 from longshore.transfer.weights import Weights
+
+
+#: Folder of the package's sources.
+PACKAGE = str(Path(longshore.__file__).parent)
 
 
 class Interrupted(torch.autograd.Function):
@@ -147,6 +154,60 @@ def test_giving_up_may_be_interrupted(
         give_up(optimizer)
 
     check(disturb)
+
+
+class AtLine:
+    """Interrupts the package's Python code once it has run so many lines, as a signal's handler may at each of them."""
+
+    def __init__(self, lines: int) -> None:
+        self.left = lines
+
+    def __enter__(self) -> "AtLine":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self._trace
+
+
+@pytest.mark.parametrize("options", [{"streaming": False}, {"layerwise": True}, {"layerwise": False}, {"accumulate": 2}], ids=str)
+def test_a_step_may_be_interrupted_at_any_line(options: dict[str, Any]) -> None:
+    """A decided step counts once, and another one is made again from its first gradient."""
+
+    def step(model: Net, optimizer: longshore.AdamW) -> None:
+        optimizer.zero_grad()
+        for part in range(passes):
+            model.loss(passes * optimizer.version + part).backward()
+        optimizer.step()
+        optimizer.flush()
+
+    passes = options.get("accumulate", 1)
+    whole, model = Net(), Net()
+    ours, undisturbed = (longshore.AdamW(net.named_parameters(), lr=1e-2, **{"streaming": True, **options}) for net in (model, whole))
+    step(model, ours)
+    line, is_interrupted = 0, True
+    while is_interrupted:
+        line += 3  # all lines take a minute
+        try:
+            with AtLine(line):
+                step(model, ours)
+            is_interrupted = False
+        except KeyboardInterrupt:
+            ours.flush()
+            ours.zero_grad()
+    assert line > 100
+    for _ in range(ours.flush()):
+        step(whole, undisturbed)
+    assert same_bits(whole, model)
 
 
 @pytest.mark.parametrize("is_in_units", [False, True])

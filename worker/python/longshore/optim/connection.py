@@ -10,12 +10,14 @@ state                  meaning                                           goes on
 ``IDLE``               nothing of the step has left                      a gradient, ``step()``
 ``COLLECTING``         gradients of a backward pass are leaving          its other gradients, ``step()``
 ``PASSED``             whole backward passes have left                   another pass, ``step()``
-``PUSHED``             all have left, and the commit has not finished    ``flush()``
+``PUSHED``             ``step()`` sends and commits, or was interrupted  ``flush()``
 ``TORN``               parameters may hold weights of two versions       ``flush()``
 ``GIVEN_UP``           the step is dropped, and the job joined again     ``zero_grad()``, ``flush()``
+``BROKEN``             other ranks wait for a step that was interrupted  a restart of all ranks
 ====================== ================================================= =====================================
 
 A finished commit, read or join returns to ``IDLE``. The training thread and autograd's threads change the state, never at the same time.
+An exception of a signal's handler may come after any call of Python. So a state that a call interrupted still tells how to go on.
 """
 
 import enum
@@ -56,16 +58,24 @@ class State(enum.Enum):
     PUSHED = enum.auto()
     TORN = enum.auto()
     GIVEN_UP = enum.auto()
+    BROKEN = enum.auto()
 
 
 _COLLECTING = State.COLLECTING
-_INTERRUPTED = "the last step was interrupted, so this gradient is not of the newest weights: call optimizer.flush() and compute it again"
+_INTERRUPTED = (
+    "the last step was interrupted, so this gradient may not be of the newest weights: call optimizer.flush() and zero_grad(), and compute it "
+    "again"
+)
 _WHY = {
     State.PUSHED: _INTERRUPTED,
     State.TORN: _INTERRUPTED,
     State.GIVEN_UP: (
         "the step in hand was given up, and joining its job again was interrupted: call zero_grad() or flush() of the optimizer, which go on "
         "with that, and compute the step's gradients again"
+    ),
+    State.BROKEN: (
+        "this step was interrupted after gradients had left, and other ranks wait for it: end all ranks and start them again, and they go on "
+        "from the last step"
     ),
 }
 
@@ -77,7 +87,7 @@ class Step:
         state: as in the table above.
         taken: parameters whose gradients of the current backward pass have left.
         passes: number of whole backward passes.
-        made: number of steps made before a commit that has not finished.
+        made: number of steps made before a step that is sent and committed.
         version: the version that the parameters hold while the step is given up.
     """
 
@@ -87,11 +97,11 @@ class Step:
 
     def end(self) -> None:
         """Begins the next step: parameters have the newest weights, or wait for them."""
-        self.state = State.IDLE
         self.taken.clear()
         self.passes = 0
         self.made: int | None = None
         self.version: int | None = None
+        self.state = self._untorn = State.IDLE
 
     def refuse(self, *states: State) -> None:
         """Raises if the step is in one of these states, with the way to go on."""
@@ -100,39 +110,38 @@ class Step:
 
     def check_open(self) -> None:
         """Raises unless gradients may leave."""
-        self.refuse(State.PUSHED, State.TORN, State.GIVEN_UP)
+        self.refuse(*_WHY)
 
     @property
     def has_begun(self) -> bool:
         """True if gradients have left of a step that is not decided yet."""
-        return bool(self.taken or self.passes)
+        return self.state in (State.COLLECTING, State.PASSED)
 
     def take(self, param: int) -> None:
         """Notes that a parameter's gradient leaves."""
-        self.taken.add(param)
         self.state = _COLLECTING
+        self.taken.add(param)
 
     def end_pass(self) -> None:
         """Ends a backward pass."""
         self.check_open()
+        self.passes, self.state = self.passes + 1, State.PASSED
         self.taken.clear()
-        self.passes += 1
-        self.state = State.PASSED
 
     def push(self, made: int) -> None:
-        """Marks that all gradients have left. The decision makes one more step than ``made``."""
+        """Marks that ``step()`` sends and commits. The decision makes one more step than ``made``."""
         self.check_open()
         self.passes, self.made, self.state = 0, made, State.PUSHED
 
     def tear(self) -> None:
         """Marks that parameters are being written, until :meth:`mend`."""
-        if self.state is not State.GIVEN_UP:
-            self.state = State.TORN
+        if self.state not in (State.TORN, State.GIVEN_UP):
+            self._untorn, self.state = self.state, State.TORN
 
     def mend(self) -> None:
         """Marks that parameters have weights of one version."""
-        if self.state is not State.GIVEN_UP:
-            self.state = State.COLLECTING if self.taken else State.PASSED if self.passes else State.IDLE
+        if self.state is State.TORN:
+            self.state = self._untorn
 
     def give_up(self, version: int) -> None:
         """Marks that the step is dropped. The parameters hold ``version``."""
@@ -417,14 +426,14 @@ class Connection:
         if self.ranks is not None:
             self.ranks.refuse()
         version = self.job.unread_weights()
+        if version is not None:
+            self.version = version
         if self.ranks is None or not isinstance(self.weights, Weights):
             self.weights.read()
         elif version is not None:
             self.ranks.read(self.job)
-        if version is not None:
-            self.version = version
-            if self.ranks is not None and self._looks_for_writes:
-                self._note()
+        if version is not None and self.ranks is not None and self._looks_for_writes:
+            self._note()
         self._step.mend()
 
     def expect(self) -> None:
@@ -433,9 +442,8 @@ class Connection:
         if version is None or not self._is_layerwise or self.ranks is not None or is_compiling():
             self.read()  # with units this waits for nothing
             return
-        self.weights.expect()
         self.version = version
-        self._step.mend()
+        self.weights.expect()
 
 
 class Connected(torch.optim.Optimizer):

@@ -346,15 +346,20 @@ class Optimizer(Stepping, Stateful):
             self._start_over()
         connection = self._connection
         if connection is None:
+            self._now.end()  # an interrupted opening is repeated
             return 0
         self._opened()
         connection.drain()
         connection.read()
         self._report(connection)
-        is_left, self._now.made = self._now.made == connection.made, None
-        if (is_left or self._now.taken) and self._can_start_over():
+        step = self._now
+        if step.state is State.PUSHED and step.made != connection.made:
+            step.end()
+        elif step.state in (State.COLLECTING, State.PUSHED) and self._can_start_over():
             super().zero_grad()  # gradients that were made and have not left
             self._start_over()
+        elif step.state is State.PUSHED:
+            step.state = State.BROKEN
         return self.version
 
     def _settle(self) -> Connection:

@@ -19,7 +19,7 @@ from longshore.distributed import ranks
 from longshore.distributed.ranks import Ranks
 from longshore.errors import GradientError, LongshoreError, UsageError, invalid, warn
 from longshore.optim import guards
-from longshore.optim.connection import Connected, Connection
+from longshore.optim.connection import Connected, Connection, State
 from longshore.transfer import device
 from longshore.transfer import params as _params
 from longshore.transfer.gradients import ENOUGH, ENOUGH_ON_DEVICE, Gradients, Group, Pusher
@@ -207,10 +207,10 @@ class Stream:
         if self._pusher is not None:
             self._gradients.note_stream(gradient)
             gradient = gradient.resolve_neg()
+        step.take(index)
         self._params.append(param)
         self._waiting.append(gradient)
         self._elements += param.elements
-        step.take(index)
         param.tensor.grad = None
         if len(step.taken) == len(connection.params):
             self._end_micro_step()
@@ -479,17 +479,22 @@ class Stepping(Connected):
             if all(tensor.grad is None for group in self.param_groups for tensor in group["params"]):
                 return False
         connection = self._opened_by_gradients()
+
+        def leave(missing: list[Param]) -> None:
+            self._check_missing(missing)
+            self._now.push(connection.made)
+
         self._now.check_open()
         _params.check_unchanged([], self._frozen)
         with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
             connection.check_written()
         if connection.ranks is not None:
-            return connection.ranks.push(connection.job, scale, self._check_missing)
+            return connection.ranks.push(connection.job, scale, leave if self._can_start_over() else self._check_missing)
         self._gradients.group = Group()  # without gradients of a refused step
         missing = self._gradients.take_together(connection.columns, connection.columns.gradients(), scale)
         if len(missing) == len(connection.params) and not self._options.may_differ():
             return False
-        self._check_missing(missing)
+        leave(missing)
         connection.weights.finish_copies()
         self._gradients.push(connection.job)
         if missing:
@@ -512,7 +517,8 @@ class Stepping(Connected):
 
     def _commit(self) -> None:
         connection = self._opened()
-        self._now.push(connection.made)
+        if self._now.state is not State.PUSHED:
+            self._now.push(connection.made)
         self._warn_of_older_steps(connection.joined)
         connection.joined = None
         kept = connection.record.data + (self.resume_data() if self.resume_data is not None else b"")
