@@ -39,7 +39,7 @@ def test_a_script_moves_its_job_and_the_first_server_stops(said: Said) -> None:
                 optimizer.scale([second.address], max_exposed=0)
             with pytest.raises(longshore.errors.InvalidError, match="one of memory, shm, nvme"):
                 optimizer.scale([second.address], tier="dram")
-            optimizer.scale([second.address], max_exposed=0.25)
+            optimizer.scale(f"{second.address}, ", max_exposed=0.25)  # as servers= takes it
         if step == 150:
             first.close()
 

@@ -28,7 +28,7 @@ from longshore.transfer import params as _params
 from longshore.transfer.filling import Filling
 from longshore.transfer.gradients import Gradients
 from longshore.transfer.job import Hyper
-from longshore.transfer.options import Options
+from longshore.transfer.options import Options, listed
 from longshore.transfer.params import Param
 from longshore.transfer.tensors import UnitParameter, is_built
 from longshore.units.build import UnitWeights, Unplaced, filling
@@ -391,20 +391,20 @@ class Optimizer(Stepping, Stateful):
         self._checkpointed = (version, kept)
         return kept
 
-    def scale(self, servers: Sequence[str], *, tier: str | None = None, max_exposed: float = 0.05) -> None:
+    def scale(self, servers: str | Sequence[str], *, tier: str | None = None, max_exposed: float = 0.05) -> None:
         """Moves the job to other servers while training goes on: its shards move with the next steps, and no bit changes.
 
         Returns once the servers know of the wish. A later one replaces it. Called by a single rank.
 
         Args:
-            servers: addresses of all servers that the job shall have.
+            servers: addresses of all servers that the job shall have (``"host1:7070,host2:7070"`` or a sequence).
             tier: where new servers keep the job, as in `AdamW(tier=...)`; no server of another tier may stay. None: the tier of the present servers.
             max_exposed: largest part of a step's time that updates may wait for shards that move, above 0 and at most 1.
 
         Raises:
             RefusedError: for an empty list or one with repetitions, a job that cannot move, and an identity without the role operator.
         """
-        self._opened().job.scale(list(servers), tier, max_exposed)
+        self._opened().job.scale(listed(servers), tier, max_exposed)
 
     # Other optimizers of the same parameters
 

@@ -38,6 +38,13 @@ class LossScale:
     min: float = 1.0
 
 
+def listed(servers: str | Sequence[str]) -> list[str]:
+    """Returns the addresses of a sequence, or of a string with commas between them."""
+    if isinstance(servers, str):
+        return [address.strip() for address in servers.split(",") if address.strip()]
+    return list(servers)
+
+
 class JobOptions(TypedDict, total=False):
     """Keyword arguments that every optimizer of this package takes. :class:`Options` documents them, and checks choices by these types."""
 
@@ -278,9 +285,7 @@ class Options:
             return None
         if isinstance(self.servers, Server):
             return [self.servers.address]
-        if isinstance(self.servers, str):
-            return [address.strip() for address in self.servers.split(",") if address.strip()]
-        return list(self.servers)
+        return listed(self.servers)
 
     def is_embedded(self) -> bool:
         """Returns whether the server is inside this process."""
