@@ -271,6 +271,21 @@ def test_rank_and_world_size_come_from_the_launcher_or_the_process_group(
             options.Options().place()
 
 
+def test_nadam_refuses_a_momentum_that_changes() -> None:
+    model, _ = pair("mlp")
+    groups = [{"params": [param]} for param in model.parameters()]
+    optimizer = longshore.NAdam(groups, lr=1e-3)
+    train(model, optimizer, range(1))
+    for name, value in (("betas", (0.8, 0.999)), ("momentum_decay", 0.0)):
+        right, optimizer.param_groups[1][name] = optimizer.param_groups[1][name], value
+        with pytest.raises(errors.InvalidError, match=rf"param_groups\[1\]\['{name}'\].*as in the steps before: set it back") as raised:
+            train(model, optimizer, range(1, 2))
+        assert raised.value.value == (value[0] if isinstance(value, tuple) else value)
+        optimizer.param_groups[1][name] = right
+    train(model, optimizer, range(1, 2))
+    assert optimizer.flush() == 2
+
+
 def test_a_server_that_was_never_there() -> None:
     model, _ = pair("mlp")
     with pytest.raises(errors.UnreachableError, match=r"127\.0\.0\.1:9.*longshore doctor"):

@@ -154,13 +154,15 @@ class Adam(_Rule):
 class NAdam(_Rule):
     """``torch.optim.NAdam`` with its arguments: weight decay is added to the gradient. See :class:`AdamW`.
 
-    torch keeps the product of all steps' momenta. Servers compute it from this step's ``betas`` and ``momentum_decay``, which stay as they are.
+    torch keeps the product of all steps' momenta. Servers compute it from this step's ``betas[0]`` and ``momentum_decay``, so a step with
+    other values than the steps before is refused.
 
     Raises:
         InvalidError: for ``decoupled_weight_decay=True``.
     """
 
     rule = "nadam"
+    _lasting = ("beta1", "momentum_decay")
 
     def __init__(
         self,

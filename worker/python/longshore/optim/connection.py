@@ -451,6 +451,8 @@ class Connected(torch.optim.Optimizer):
 
     #: The servers' name of the update rule.
     rule: ClassVar[str]
+    #: Names of :class:`Hyper` that stay as in the first step.
+    _lasting: ClassVar[tuple[str, ...]] = ()
     _options: Options
     _job_name: str
     _connection: Connection | None

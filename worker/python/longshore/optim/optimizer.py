@@ -61,6 +61,8 @@ class Optimizer(Stepping, Stateful):
         self._groups: Groups | None = None
         #: The groups' hyperparameters as they were given.
         self._first_hypers: list[Hyper] = []
+        #: The values of ``_lasting`` in each group of the steps made here; empty before the first.
+        self._kept: list[list[float]] = []
         self._stream: Stream | None = None
         #: Source of weights once the model is in units.
         self._units: UnitWeights | None = None
@@ -130,6 +132,18 @@ class Optimizer(Stepping, Stateful):
         for name in Hyper.__slots__:
             if not math.isfinite(getattr(hyper, name)):
                 raise invalid(name, getattr(hyper, name), "finite", "look at the scheduler, and call step() again with a number")
+
+    def _check_kept(self, groups: list[list[float]]) -> None:
+        """Refuses values that differ from those of earlier steps, although the rule's state follows from them and the step count."""
+        for number, (before, now) in enumerate(zip(self._kept, groups, strict=bool(self._kept))):
+            for name, theirs, mine in zip(self._lasting, before, now, strict=True):
+                if mine != theirs:
+                    field = f"param_groups[{number}]['{'betas' if name == 'beta1' else name}']" + ("[0]" if name == "beta1" else "")
+                    remedy = (
+                        "set it back, pass cycle_momentum=False to a scheduler that cycles it, or use AdamW: servers compute mu_product from "
+                        "this step's value"
+                    )
+                    raise invalid(field, mine, f"{theirs}, as in the steps before", remedy)
 
     def _groups_of_job(self) -> list[dict[str, Any]]:
         return self.param_groups if self._groups is None else self._groups.in_order(self.param_groups)
@@ -316,7 +330,8 @@ class Optimizer(Stepping, Stateful):
                 loss = closure()
         for group in self.param_groups:
             self._check_group(group)
-        self._groups_of_job()
+        kept = [[getattr(self._hyper(group), name) for name in self._lasting] for group in self._groups_of_job()]
+        self._check_kept(kept)
         if not self.has_begun:
             self.check_model()
         if self._stream is not None:
@@ -324,6 +339,7 @@ class Optimizer(Stepping, Stateful):
         else:
             made = self._push()
         if made:
+            self._kept = kept
             self._commit()
         return loss
 
