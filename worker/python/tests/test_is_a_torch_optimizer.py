@@ -131,6 +131,18 @@ def test_state_is_a_small_handle_of_plain_things() -> None:
     assert optimizer.state_dict()["state"][0]["step"] == 2
 
 
+def test_a_checkpoint_that_ends_with_the_process_says_so_once(tmp_path: pathlib.Path) -> None:
+    for servers in (None, longshore.Server(checkpoint_dir=tmp_path)):
+        model, _ = pair("mlp")
+        optimizer = longshore.AdamW(model.named_parameters(), servers=servers, job="kept")
+        train(model, optimizer, range(1))
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            assert [optimizer.checkpoint(name) for name in ("one", "two")] == ["one", "two"]
+        said = [str(warning.message) for warning in caught]
+        assert len(said) == (servers is None)
+        assert all("deleted when this process ends" in text and "Server(checkpoint_dir=...)" in text for text in said)
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_hooks_of_state_dict_see_and_change_what_is_returned(full: bool) -> None:
     model, other = pair("mlp")

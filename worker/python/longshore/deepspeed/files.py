@@ -54,7 +54,7 @@ def _write(
 ) -> None:
     """Makes the servers write a checkpoint, and writes the rest beside it. An earlier save of the tag stays complete until this one is."""
     optimizer = engine.optimizer
-    kept = optimizer.checkpoint(tag)
+    kept = optimizer._write_checkpoint(tag)
     parameters = {name for name, _ in engine.module.named_parameters()}
     left_out = parameters if leaves_frozen else _trained(engine)
     state = {

@@ -75,6 +75,8 @@ class Optimizer(Stepping, Stateful):
         self.resume_data = None
         self._is_version_known = False
         self._checkpointed: tuple[int, str] | None = None
+        #: True to warn once that checkpoints end with this process.
+        self._warns_of_checkpoints = True
         self._is_refused = False
         self._now = Step()
         #: True if another optimizer has taken over the parameters.
@@ -394,12 +396,24 @@ class Optimizer(Stepping, Stateful):
     def checkpoint(self, name: str) -> str:
         """Makes the servers write a checkpoint of their state. Nothing else happens to the job meanwhile.
 
+        Without ``servers=`` the checkpoint ends with this process, and a warning says so.
+
         Returns:
             The checkpoint's name: ``name``, or ``name.2`` and so on if another state has that name.
 
         Raises:
             RefusedError: if a server has no folder for checkpoints, or too little space.
         """
+        kept = self._write_checkpoint(name)
+        if self._warns_of_checkpoints and self.passing_checkpoints is not None:
+            self._warns_of_checkpoints = False
+            warn(
+                f"checkpoint {kept} of job {self._job_name} is in {self.passing_checkpoints}, and this folder is deleted when this process "
+                "ends: no other process can go back to it. Name servers= and job=, or pass servers=longshore.Server(checkpoint_dir=...)"
+            )
+        return kept
+
+    def _write_checkpoint(self, name: str) -> str:
         connection = self._opened()
         if connection.ranks is None:
             self.flush()  # with reducing ranks all must flush, since they read together
