@@ -98,6 +98,35 @@ def test_a_restart_names_settings_that_change_bits(servers: str, changed: dict[s
         train_alone(servers, "changed", **changed)
 
 
+def test_a_restart_that_loads_a_handle_trains_with_its_hyperparameters(servers: str) -> None:
+    """The constructor's rate is replaced before the first step, and a scheduler's rates are no other settings."""
+
+    def steps(lr: float, handle: Any = None, now: float | None = None) -> Any:
+        model, _ = pair("mlp")
+        with longshore.AdamW(model.named_parameters(), servers=servers, job="loaded", lr=lr) as optimizer:
+            if handle is not None:
+                assert optimizer.version
+                optimizer.load_state_dict(handle)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5, last_epoch=-1 if handle is None else 0)
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] if now is None else now
+                group["initial_lr"] = group["initial_lr"] if now is None else now
+            for number in range(2):
+                optimizer.zero_grad()
+                model.loss(number).backward()
+                optimizer.step()
+                schedule.step()
+            optimizer.flush()
+            return optimizer.state_dict()
+
+    with warnings.catch_warnings(action="error"):
+        handle = steps(1e-2)
+        handle = steps(5.0, handle)
+        handle = steps(1e-2, handle)
+    with pytest.warns(UserWarning, match=r"so far with lr=0\.01, and now lr=0\.02: "):
+        steps(5.0, handle, 2e-2)
+
+
 @pytest.mark.parametrize(("changed", "named"), [
     ({"max_grad_norm": 2.0}, r"max_grad_norm is 2\.0 on rank 1, but must be 1\.0, as on rank 0"),
     ({"lr": 2e-3}, r"lr is 0\.002 on rank 1, but must be 0\.001, as on rank 0"),

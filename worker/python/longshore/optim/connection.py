@@ -290,7 +290,6 @@ class Connection:
                 "name another job=, or go on from this one without loading a state",
                 StateError,
             )
-        self.record.warn_of_others(self.job)
         self.joined = self.made = version
         self._read_first(in_step, held)
         if self.ranks is not None:

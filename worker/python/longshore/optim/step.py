@@ -519,6 +519,9 @@ class Stepping(Connected):
         connection = self._opened()
         if self._now.state is not State.PUSHED:
             self._now.push(connection.made)
+        if connection.joined is not None:
+            groups = ({**group, "lr": group.get("initial_lr", group["lr"])} for group in self._groups_of_job())  # a scheduler's first rate
+            connection.record.begin(connection.job, list(map(self._hyper, groups)))
         self._warn_of_older_steps(connection.joined)
         connection.joined = None
         kept = connection.record.data + (self.resume_data() if self.resume_data is not None else b"")

@@ -141,11 +141,21 @@ class Record:
         unused |= set() if settings.accumulate > 1 else {"accumulate_on"}
         unused |= set() if settings.partition == "reduce-scatter" else {"reduce_dtype"}
         options = asdict(settings)
-        given = {**{name: options[name] for name in _DECISIVE if name not in unused}, **settings.hyper}
+        self._rank, self._job = settings.rank, settings.job
+        self._give({**{name: options[name] for name in _DECISIVE if name not in unused}, **settings.hyper})
+
+    def _give(self, given: dict[str, Any]) -> None:
         text = json.dumps(given).encode()
         self.data = _MARK + len(text).to_bytes(4, "little") + text
         self._given, _ = self.split(self.data)
-        self._rank, self._job = settings.rank, settings.job
+
+    def begin(self, job: Any, hypers: Sequence["Hyper"]) -> None:
+        """Takes the groups' hyperparameters of the first step where the constructor's are not the job's, and warns of others. So a loaded
+        state counts, and a schedule that goes on does not."""
+        theirs, _ = self.split(job.resumed() or b"")
+        now = {name: value for name, value in _by_name(hypers).items() if name in theirs and self._given[name] != theirs[name]}
+        self._give({**self._given, **now})
+        self.warn_of_others(job)
 
     @staticmethod
     def split(data: bytes) -> tuple[dict[str, Any], bytes]:
