@@ -4,7 +4,8 @@ use std::{ops::Range, sync::Arc};
 
 use longshore_proto::{Fault, Hyper, JobSpec, Partition, Step, Version};
 use longshore_worker::{
-    Assembler, Error, Joined, Pipeline, PipelineOptions, Result, Session, Slot, StepOutcome, error::Misuse,
+    Assembler, Error, Joined, Pipeline, PipelineOptions, Result, Session, Slot, StepOutcome,
+    error::{GradientError, Misuse},
     pipeline::Weights,
 };
 
@@ -42,8 +43,9 @@ pub(crate) struct Training {
 }
 
 const BROKEN: Misuse = Misuse(
-    "this step was interrupted while its gradients were leaving, so it cannot go on: build the optimizer again with the \
-     same servers and job, and it goes on from the last whole step",
+    "this step was interrupted while its gradients were leaving: call optimizer.flush() and zero_grad(), and compute it \
+     again. A client, or a rank of several, is built again with the same servers and job, and goes on from the last whole \
+     step",
 );
 
 const NOT_BEGUN: Misuse = Misuse("no step has begun: call begin_step first");
@@ -190,10 +192,12 @@ impl Training {
             None => self.assembler.insert(self.pipeline.assembler(self.micro_steps)?),
         };
         let put = put(assembler);
-        if let Err(Error::Interrupted(_)) = put {
-            self.is_broken = true;
+        self.is_broken = matches!(put, Err(Error::Interrupted(_)));
+        match put {
+            // Python's side refuses a second gradient, unless an interrupt hid the first one's departure.
+            Err(Error::Gradient(GradientError::Twice { .. })) => Err(BROKEN.into()),
+            put => put,
         }
-        put
     }
 
     /// Ends the current micro-step, for which every parameter has its gradient.

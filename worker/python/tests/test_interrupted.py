@@ -210,6 +210,15 @@ def test_a_step_may_be_interrupted_at_any_line(options: dict[str, Any]) -> None:
     assert same_bits(whole, model)
 
 
+def test_a_push_that_an_interrupt_hid_says_how_to_go_on() -> None:
+    gradient = torch.ones(4).numpy()
+    with longshore.Client({"a": gradient, "b": gradient}, hyper=longshore.Hyper(lr=1e-3)) as client:
+        client.push({"a": gradient})
+        client._pushed.clear()  # as if Ctrl-C had come between the push and its note
+        with pytest.raises(errors.UsageError, match=r"interrupted.*flush\(\) and zero_grad\(\), and compute it again. A client"):
+            client.push({"a": gradient})
+
+
 @pytest.mark.parametrize("is_in_units", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"layerwise": False}, {"accumulate": 2}, {"image_dtype": "bf16"}, {"delay": 1, "warmup_steps": 1}], ids=str
