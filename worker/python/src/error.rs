@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use longshore_proto::Fault;
+use longshore_proto::{Fault, FaultKind};
 use longshore_worker::{
     Error, Interrupt, Result,
     error::{GradientError, Interrupted, Invalid},
@@ -114,7 +114,13 @@ fn class(error: &Error) -> &'static str {
         Error::Gradient(_) => "GradientError",
         Error::Unreachable(_) => "UnreachableError",
         Error::Untrusted(_) => "UntrustedError",
-        Error::Call(_) | Error::Refused(_) | Error::MissingBlock(_) => "RefusedError",
+        Error::Call(failed) => match failed.fault.kind {
+            // The transport has no other fault of this kind; a server's names a field of the job.
+            FaultKind::Unavailable if failed.fault.field.starts_with("call to ") => "UnreachableError",
+            FaultKind::Deadline => "WaitError",
+            _ => "RefusedError",
+        },
+        Error::Refused(_) | Error::MissingBlock(_) => "RefusedError",
         Error::Fenced(_) => "FencedError",
         Error::Outdated(_) => "OutdatedError",
         Error::StateLost(_)

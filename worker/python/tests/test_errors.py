@@ -300,10 +300,24 @@ def test_a_server_that_is_killed_within_a_step(server: Server) -> None:
     # The last layers' gradients have left by then, and the first layers' have not.
     model.layers[3].weight.register_hook(lambda _: server.kill())
     started = time.monotonic()
-    with pytest.raises(errors.LongshoreError, match=server.address):
+    with pytest.raises(errors.UnreachableError, match=server.address) as raised:
         model.loss(1).backward()
         optimizer.step()
+    assert isinstance(raised.value, ConnectionError)
     assert time.monotonic() - started < 30
+
+
+def test_a_server_that_does_not_answer_in_time(server: Server) -> None:
+    model, _ = pair("mlp")
+    optimizer = made(model, servers=server.address, job="silent", deadline=1.0)
+    optimizer.step()
+    optimizer.flush()
+    server.stop()
+    try:
+        with pytest.raises(errors.WaitError, match="Describe is unanswered after 1s"):
+            optimizer.scale([server.address, "127.0.0.1:9"])
+    finally:
+        server.resume()
 
 
 def test_a_loss_scale_beside_what_would_scale_again() -> None:
