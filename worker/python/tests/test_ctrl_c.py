@@ -85,7 +85,7 @@ def full_state(optimizer: longshore.AdamW, _: Any) -> dict[str, Any]:
 #: Cases by name. Each begins after two steps, and ends after three.
 CASES = {
     "flush": Case("drain", step_and_flush, flush, {"delay": 1, "warmup_steps": 3, "streaming": False}),
-    "checkpoint": Case("checkpoint", checkpoint, lambda *given: (checkpoint(*given), step(*given))),
+    "checkpoint": Case("_write_checkpoint", checkpoint, lambda *given: (checkpoint(*given), step(*given))),
     "full state": Case("left_out", full_state, lambda *given: (full_state(*given), step(*given))),
     "backward": Case("push", backward, give_up, depth=32),
     "step": Case("_commit", step, flush, {"streaming": False}),

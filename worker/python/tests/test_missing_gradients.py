@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,3 +180,43 @@ def test_step_counts_of_torch_come_and_go_by_parameter(rule: str, streaming: boo
     train(ours, back, range(120, 160))
     train(theirs, plain, range(120, 160))
     assert distance(ours, theirs) < CLOSE
+
+
+class Half(nn.Module):
+    """The second layer is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def loss(self) -> Tensor:
+        return self.used(torch.ones(2, 8)).sum()
+
+
+def test_a_checkpoint_after_a_backward_that_left_parameters_out_is_written(tmp_path: Path) -> None:
+    model = Half()
+    with (
+        longshore.Server(memory=256 << 20, checkpoint_dir=tmp_path) as server,
+        longshore.AdamW(model.named_parameters(), lr=0.1, streaming=True, servers=server, job="half") as optimizer,
+    ):
+        model.loss().backward()
+        optimizer.step()
+        model.loss().backward()
+        assert optimizer.checkpoint("between") == "between"
+        optimizer.step()
+        assert optimizer.version == 2
+
+
+def test_a_whole_backward_outlives_a_flush() -> None:
+    """Lightning validates, and so flushes, between two backward passes of a step."""
+    flushed, plain = Half(), Half()
+    plain.load_state_dict(flushed.state_dict())
+    for model in (flushed, plain):
+        with longshore.AdamW(model.named_parameters(), lr=0.1, streaming=True, accumulate=2) as optimizer:
+            model.loss().backward()
+            if model is flushed:
+                optimizer.flush()
+            (2 * model.loss()).backward()
+            optimizer.step()
+            assert optimizer.version == 1
+    assert same_bits(flushed, plain)

@@ -87,6 +87,7 @@ class Step:
         state: as in the table above.
         taken: parameters whose gradients of the current backward pass have left.
         passes: number of whole backward passes.
+        has_ended: True if the latest backward has run to its end, though some parameters have no gradient of it.
         made: number of steps made before a step that is sent and committed.
         version: the version that the parameters hold while the step is given up.
     """
@@ -98,7 +99,7 @@ class Step:
     def end(self) -> None:
         """Begins the next step: parameters have the newest weights, or wait for them."""
         self.taken.clear()
-        self.passes = 0
+        self.passes, self.has_ended = 0, False
         self.made: int | None = None
         self.version: int | None = None
         self.state = self._untorn = State.IDLE
@@ -115,7 +116,7 @@ class Step:
     @property
     def has_begun(self) -> bool:
         """True if gradients have left of a step that is not decided yet."""
-        return self.state in (State.COLLECTING, State.PASSED)
+        return self.state in (State.COLLECTING, State.PASSED, State.GIVEN_UP)
 
     def take(self, param: int) -> None:
         """Notes that a parameter's gradient leaves."""

@@ -354,8 +354,8 @@ class Optimizer(Stepping, Stateful):
 
     def flush(self) -> int:
         """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a save with
-        ``delay=1``, and after an interrupted step. The next step computes with these weights. In streaming mode it abandons a step whose
-        backward was interrupted or that a :class:`MissingGradientError` refused. Another batch can make that step.
+        ``delay=1``, and after an interrupted step. The next step computes with these weights. A step that was interrupted after gradients
+        had left is abandoned, and so is one of streaming mode that a :class:`MissingGradientError` refused. Another batch can make it.
 
         Returns:
             The version of the weights.
@@ -373,7 +373,7 @@ class Optimizer(Stepping, Stateful):
         step = self._now
         if step.state is State.PUSHED and step.made != connection.made:
             step.end()
-        elif step.state in (State.COLLECTING, State.PUSHED) and self._can_start_over():
+        elif (step.state is State.PUSHED or step.state is State.COLLECTING and not step.has_ended) and self._can_start_over():
             super().zero_grad()  # gradients that were made and have not left
             self._start_over()
         elif step.state is State.PUSHED:
@@ -391,7 +391,7 @@ class Optimizer(Stepping, Stateful):
         else:
             connection.drain_alone()
             self._report(connection)
-        return connection
+        return self._opened()  # flush may have joined the job again
 
     def checkpoint(self, name: str) -> str:
         """Makes the servers write a checkpoint of their state. Nothing else happens to the job meanwhile.
@@ -414,10 +414,9 @@ class Optimizer(Stepping, Stateful):
         return kept
 
     def _write_checkpoint(self, name: str) -> str:
-        connection = self._opened()
-        if connection.ranks is None:
+        if self._opened().ranks is None:
             self.flush()  # with reducing ranks all must flush, since they read together
-        kept, version = connection.job.checkpoint(name)
+        kept, version = self._opened().job.checkpoint(name)
         self._checkpointed = (version, kept)
         return kept
 

@@ -44,6 +44,8 @@ class Stream:
         self._groups: dict[int, Columns] = {}
         #: True once each of the job's parameters has a hook.
         self._watches_all = False
+        #: Autograd's number of the latest backward that is known.
+        self._task = -1
         #: Pushes gradients that a device copies first.
         self._pusher: Pusher | None = None
         #: Most bytes of unsent gradients that may stay where the model is; None for no limit.
@@ -148,6 +150,10 @@ class Stream:
     def _take_first(self, tensor: Tensor) -> None:
         """Implements :meth:`_take` with all checks."""
         optimizer, connection = self._open()
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task, self._step.has_ended = task, False
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if not self._step.taken and not self._watches_all:
             for other in self.hook():
                 # The parameter trains since the last check, and this backward may have made its gradient already. An accelerator's gradient
@@ -156,6 +162,12 @@ class Stream:
                     self._take(other)
         with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling(), torch.no_grad():
             self._leave(optimizer, connection, tensor)
+
+    def _end_backward(self) -> None:
+        """Notes that a backward has run to its end. The next one's first gradient finds no group, and so is noted too."""
+        if self._waiting:
+            self._leave_together()
+        self._step.has_ended = True
 
     def _leave(self, optimizer: "Stepping", connection: Connection, tensor: Tensor) -> None:
         step, param, gradient = self._step, self._by_tensor.get(id(tensor)), tensor.grad
@@ -283,10 +295,11 @@ class Stream:
         """
         optimizer, step = self._optimizer(), self._step
         assert optimizer is not None
+        step.has_ended = False  # flush() gives up a step that is refused or interrupted from here on
         if optimizer._connection is not None:
             _params.check_unchanged([], optimizer._frozen)
         self._take_left(optimizer)
-        if not step.has_begun and optimizer._options.partition is None and not optimizer._options.may_differ():
+        if step.state is State.IDLE and optimizer._options.partition is None and not optimizer._options.may_differ():
             return False
         optimizer, connection = self._open()
         step.check_open()
