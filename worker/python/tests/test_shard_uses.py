@@ -63,6 +63,39 @@ def test_activation_checkpointing(way: str) -> None:
         assert (of_whole.weights > 0) is (way == "on the host")
 
 
+class Recomputing(Deep):
+    """Recomputes each layer in backward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + functional.gelu(checkpoint(layer, hidden, use_reentrant=False))
+        return hidden
+
+
+def test_a_checkpointed_unit_takes_the_room_of_one() -> None:
+    whole, cut = pair(Recomputing, depth=4)
+    check_in_units(whole, cut, budget=2 * weight_bytes(cut.layers[0]))
+
+
+def test_gradients_of_given_weights_take_the_room_of_a_backward() -> None:
+    """With zeros for those without a use, as torch makes them."""
+    whole, cut = pair(Deep, depth=8)
+    in_units(cut, 4)
+    ways: list[Callable[[Deep], Iterable[Tensor]]] = [
+        lambda model: torch.autograd.grad(model.loss(0), list(model.parameters())),
+        lambda model: torch.autograd.grad(model.layers[0](model.inputs(0)).sum(), list(model.parameters()), materialize_grads=True),
+        lambda model: torch.autograd.grad(model.layers[0].weight[0, 0], model.layers[0].weight),
+    ]
+    for gradients in ways:
+        assert all(map(torch.equal, gradients(whole), gradients(cut)))
+    for model in (whole, cut):
+        view = model.layers[1].weight[0]
+        (2 * view).sum().backward(inputs=[view])
+        assert torch.equal(view.grad, torch.full_like(view, 2))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(cut.loss(0), cut.layers[0].weight.detach())
+
+
 class _Scaled(nn.Module):
     """Uses its own parameter within a checkpoint, beside an inner module's."""
 

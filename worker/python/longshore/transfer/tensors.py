@@ -8,6 +8,7 @@ Both are tensor subclasses: torch calls them before any of its functions touches
 
 import contextlib
 import copy
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from longshore.errors import LongshoreError, UsageError
 from longshore.transfer import device
@@ -164,6 +166,10 @@ _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[a
 _LENDS = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 
 
+#: Functions that run a backward pass. Nodes fetch the units that they need.
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+
 #: A :class:`longshore.units.model.Member` and a :class:`longshore.units.residency.Residency`, whose modules import this one.
 Member = Any
 Home = Any
@@ -175,6 +181,8 @@ class _OfUnit:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARDS:
+            return _run_backward(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func in OF_NO_ELEMENT:
                 return func(*args, **kwargs)
@@ -214,6 +222,35 @@ class UnitParameter(_OfUnit, nn.Parameter):
 
 class UnitTensor(_OfUnit, Tensor):
     """A view of a unit's parameter."""
+
+
+def _run_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a backward pass with the graph's edges of weights in place of the weights. The pass itself needs none of their units, and
+    hooks may use any: torch must go on to call ``__torch_function__``."""
+    is_grad = func is torch.autograd.grad
+    inputs = args[1] if is_grad else kwargs.pop("inputs", None)
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in () if is_grad else _among(inputs, _OfUnit):
+            tensor.retain_grad()  # torch does so for tensors, and not for edges
+        outputs, edges = _edges_of(args[0]), _edges_of(inputs)
+    if not is_grad:
+        kwargs.setdefault("grad_tensors", kwargs.pop("gradient", None))
+        return torch.autograd.backward(outputs, inputs=edges, **kwargs)
+    has_zeros = kwargs.pop("materialize_grads", False)  # torch makes none for edges
+    found = func(outputs, edges, **kwargs)
+    if not has_zeros:
+        return found
+    zeros = functools.partial(torch.zeros_like, requires_grad=kwargs["create_graph"])
+    return tuple(zeros(tensor) if gradient is None else gradient for gradient, tensor in zip(found, inputs, strict=True))
+
+
+def _edges_of(given: Any) -> Any:
+    if isinstance(given, (tuple, list)):
+        return tuple(map(_edges_of, given))
+    if not isinstance(given, _OfUnit):
+        return given
+    # torch refuses a tensor without an edge in its own words.
+    return get_gradient_edge(given) if given.requires_grad else given.detach()  # type: ignore[attr-defined]
 
 
 def _within(homes: list[Home], found: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
