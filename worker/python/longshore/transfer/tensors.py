@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from longshore.errors import LongshoreError, UsageError
+from longshore.errors import LongshoreError, UsageError, invalid
 from longshore.transfer import device
 
 # Readers of awaited parameters' weights, by the parameter's id.
@@ -202,6 +202,15 @@ class _OfUnit:
                     homes.append(tensor._longshore_home)
             return _within(homes, found, func, args, kwargs)
 
+    # torch calls no ``__torch_function__`` for these two.
+    def as_subclass(self: Any, cls: Any) -> Any:
+        if cls is Tensor:
+            return self.view_as(self)
+        raise _refused(self, f"of {cls.__name__}", "a plain Tensor", "call .clone() on it first")
+
+    def share_memory_(self: Any) -> Any:
+        raise _refused(self, "given shared memory", "in memory of this process", "share the tensors of state_dict() instead")
+
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         copied = copy_of(self)
         memo[id(self)] = copied
@@ -209,6 +218,11 @@ class _OfUnit:
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return copy_of(self).__reduce_ex__(protocol)
+
+
+def _refused(tensor: Any, act: str, limit: str, remedy: str) -> LongshoreError:
+    """Returns the error of an act after which no use of a unit's memory is noticed."""
+    return invalid(tensor._longshore_member.name, act, f"{limit} while its model is in units", remedy, UsageError)
 
 
 def parameter_of(data: Any) -> Any:
