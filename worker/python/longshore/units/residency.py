@@ -5,6 +5,7 @@ stays until its node has run. :class:`UnitWeights` of ``build.py`` stands for th
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -154,6 +155,23 @@ def check_same(unit: Unit) -> None:
                 "move and cast the model before the optimizer is built",
                 UsageError,
             )
+
+
+def _tensors_in(result: Any) -> Iterator[Tensor]:
+    """Yields plain tensors in containers and dataclasses, which may contain themselves."""
+    left, seen = [result], set[int]()
+    while left:
+        item = left.pop()
+        if type(item) is Tensor:
+            yield item
+        elif id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, dict):
+                left += item.values()
+            elif isinstance(item, (tuple, list, set)):
+                left += item
+            elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+                left += [getattr(item, field.name, None) for field in dataclasses.fields(item)]
 
 
 #: Prefetch distance. The next 4 uses are fetched whatever their size. Further uses are fetched up to 64 MiB together, so that small units
@@ -328,11 +346,10 @@ class Residency:
 
     def mark(self, result: Any) -> None:
         """Hides views of members like the members themselves."""
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if type(tensor) is Tensor:
-                member = self.member_of(tensor)
-                if member is not None:
-                    tensors.hide(tensor, member, self)
+        for tensor in _tensors_in(result):
+            member = self.member_of(tensor)
+            if member is not None:
+                tensors.hide(tensor, member, self)
 
     def changed(self, member: Member) -> None:
         """Handles a write to a member: a frozen one is kept.
