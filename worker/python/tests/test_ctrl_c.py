@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Server
+from forked import Forked
 from models import pair
 from units import Deep, optimizer_of, same, train, weight_bytes
 
@@ -184,3 +186,24 @@ def test_ctrl_c_while_units_are_awaited(server: Server, layer: int) -> None:
     stopping.remove()
     train(cut, optimizer, steps=3, first=2)
     same(whole, cut)
+
+
+def interrupted_forward(address: str, process: int) -> longshore.AdamW:
+    """Stops the server in a forward, in which fetches ahead are under way, and ends the forward. Returns the optimizer."""
+    model = Deep()
+    optimizer = optimizer_of(model, servers=address, job="ends", deadline=DEADLINE)
+    longshore.shard(model, optimizer, weight_bytes(model) // 8)
+    train(model, optimizer, steps=2)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    model.layers[5].register_forward_pre_hook(lambda *_: os.kill(process, signal.SIGSTOP), prepend=True)
+    signal.alarm(2)
+    with pytest.raises(KeyboardInterrupt):
+        model.loss(2)
+    return optimizer
+
+
+def test_a_process_ends_while_units_are_fetched_ahead(server: Server) -> None:
+    call = f"import test_ctrl_c; kept = test_ctrl_c.interrupted_forward({server.address!r}, {server._process.pid})"
+    child = Forked(call, stderr=subprocess.PIPE)
+    _, said = child.communicate(timeout=DEADLINE / 5)
+    assert child.returncode == 0, said

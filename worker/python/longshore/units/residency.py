@@ -7,7 +7,9 @@ stays until its node has run. :class:`UnitWeights` of ``build.py`` stands for th
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
@@ -179,6 +181,21 @@ def _tensors_in(result: Any) -> Iterator[Tensor]:
 _AHEAD, _AHEAD_BYTES, _FARTHEST = 4, 64 * 1024 * 1024, 128
 
 
+#: Residencies of this process.
+_all: "weakref.WeakSet[Residency]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_all.clear)
+
+
+def _end_fetches() -> None:
+    """Ends all fetches before the interpreter waits for their threads at its end."""
+    for residency in list(_all):
+        residency.give_up_all()
+
+
+_threading: Any = threading
+_threading._register_atexit(_end_fetches)
+
+
 class Residency:
     """The units of a model, and their resident parts.
 
@@ -213,6 +230,9 @@ class Residency:
         self._by_storage = {member.tensor.untyped_storage()._cdata: member for unit in units for member in unit.members}
         self._lock = threading.RLock()
         self._nodes = Nodes(self._lock)
+        #: The thread that used a unit last, outside of backward.
+        self._thread = threading.get_ident()
+        _all.add(self)
 
     def begin(self) -> None:
         """Takes over the parameters, and releases their weights."""
