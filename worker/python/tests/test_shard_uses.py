@@ -285,6 +285,17 @@ def test_copies_and_files_are_whole() -> None:
         assert torch.equal(view.clone(), parameter.t()), "views of weights that have gone come again"
 
 
+def test_a_copy_of_the_model_is_a_model_of_its_own(compiler: Any) -> None:
+    whole, cut = pair(Deep, depth=4)
+    _, home = in_units(cut, 2)
+    copied = copy.deepcopy(cut)
+    copied.layers[0].compile(backend="eager")
+    assert copied.layers[0]._compiled_call_impl is not None and cut.layers[0]._compiled_call_impl is None
+    fetched = home.fetched_bytes
+    copied.loss(0).backward()
+    assert home.fetched_bytes == fetched and all(parameter.grad is not None for parameter in copied.parameters())
+
+
 def test_arrays_of_weights_have_memory_of_their_own() -> None:
     """Like a logged histogram. The array keeps its values, and the budget holds."""
     model = Deep(depth=4, dtype=torch.float32)

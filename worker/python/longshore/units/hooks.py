@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -201,32 +201,40 @@ class ModuleHooks:
         _follow_checkpoints()
         needed = list(_needed(model, home.units))
         for module, units in needed:
-            self._register(module, *self._hooks(units))
+            self._register(module, units)
             self._follow_compile(module, units)
         for module in _around(model, [module for module, _ in needed]):
-            self._register(module, lambda module, _: self._begin(module), lambda module, _, output: self._end(module))
+            self._register(module, None)
 
-    def _register(self, module: nn.Module, before: Any, after: Any) -> None:
-        module.register_forward_pre_hook(before, prepend=True)
-        module.register_forward_hook(after, always_call=True)
+    def _register(self, own: nn.Module, units: list[Unit] | None) -> None:
+        """Hooks a module that needs these units; with None, a module around units. A module's copy has the same hooks, and no units."""
 
     def _hooks(self, units: list[Unit]) -> tuple[Any, Any]:
         def before(module: nn.Module, args: Any) -> None:
-            if not torch.compiler.is_compiling():
+            if module is not own or torch.compiler.is_compiling():
+                return
+            if units is None:
+                self._begin(module)
+            else:
                 self._enter(module, units, sys._getframe(1))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling():
+            if module is not own or torch.compiler.is_compiling():
+                return
+            if units is None:
+                self._end(module)
+            else:
                 self._leave(module, output)
 
-        return before, after
+        own.register_forward_pre_hook(before, prepend=True)
+        own.register_forward_hook(after, always_call=True)
 
-    def _follow_compile(self, module: nn.Module, units: list[Unit]) -> None:
+    def _follow_compile(self, own: nn.Module, units: list[Unit]) -> None:
         """Wraps the compiled call of ``module.compile()``. Hooks inside the compiled code do nothing."""
 
-        def guard() -> None:
+        def guard(module: nn.Module) -> None:
             compiled: Any = module._compiled_call_impl
-            if compiled is None:
+            if compiled is None or module is not own:
                 return
 
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -240,12 +248,13 @@ class ModuleHooks:
 
             module._compiled_call_impl = call
 
-        def compile_(*args: Any, **kwargs: Any) -> None:
+        def compile_(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             type(module).compile(module, *args, **kwargs)
-            guard()
+            guard(module)
 
-        guard()
-        module.compile = compile_  # type: ignore[method-assign]
+        guard(own)
+        # A module's copy gets a method of its own.
+        own.compile = MethodType(compile_, own)  # type: ignore[method-assign]
 
     def unwind(self) -> None:
         """Unpins the units of ended calls whose hooks never ran: after Ctrl-C torch calls none. The frame tells whether a call has ended,
