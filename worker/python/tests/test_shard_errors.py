@@ -179,6 +179,19 @@ def test_a_backward_that_raises_keeps_nothing_here() -> None:
     assert (sharded.resident, sharded.weight_bytes) == ([], 0)
 
 
+@pytest.mark.parametrize("transform", ["torch.func", "no hooks"])
+def test_a_forward_where_torch_allows_no_hooks_keeps_nothing_here(transform: str) -> None:
+    model, optimizer, sharded = cut(4)
+    with pytest.raises(errors.UsageError, match=r"use torch\.autograd\.grad .*torch says: .*"):
+        if transform == "torch.func":
+            torch.func.grad(lambda inputs: model(inputs).sum())(model.inputs(0))
+        else:
+            with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+                model.loss(0)
+    assert not any(unit.pins or unit.runs for unit in sharded._home.units)
+    train(model, optimizer, 1)
+
+
 class Stops(nn.Module):
     """A layer that is called within its own call. On request, Ctrl-C ends it there."""
 

@@ -64,7 +64,13 @@ class Saving:
             pack, unpack = below
         else:
             pack, unpack = _Pack(self._home, below), self._unpack
-        _graph._push_saved_tensors_default_hooks(pack, unpack)
+        try:
+            _graph._push_saved_tensors_default_hooks(pack, unpack)
+        except RuntimeError as error:
+            raise UsageError(
+                "torch allows no hooks on saved tensors here, and a model in units needs them: use torch.autograd.grad in place of "
+                f"torch.func.grad, and call the model outside of torch.autograd.graph.disable_saved_tensors_hooks. torch says: {error}"
+            ) from error
 
     def is_ours(self, hooks: Any) -> bool:
         """Returns whether ``hooks`` are these ones."""
@@ -293,11 +299,11 @@ class ModuleHooks:
             for unit in units:
                 self._home.pin(unit)
                 pinned.append(unit)
+            self._saving.on()
         except BaseException:
             self._end(module)
             self._home.unpin(*pinned)
             raise
-        self._saving.on()
         self._running.append(_Run(module, units, frame, threading.get_ident()))
 
     def _units_around(self, units: list[Unit]) -> list[Unit] | None:
