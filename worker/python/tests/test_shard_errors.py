@@ -175,6 +175,7 @@ def test_a_backward_that_raises_keeps_nothing_here() -> None:
     with pytest.raises(KeyboardInterrupt):
         model.layers[2](model.layers[1](hidden)).sum().backward()
     assert sharded.weight_bytes > 0
+    assert not any(unit.pins for unit in sharded._home.units)
     sharded.release()
     assert (sharded.resident, sharded.weight_bytes) == ([], 0)
 

@@ -326,6 +326,7 @@ class Optimizer(Stepping, Stateful):
             LongshoreError: any other of :mod:`longshore.errors`.
         """
         self._check_not_replaced()
+        self._check_unused()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -463,6 +464,11 @@ class Optimizer(Stepping, Stateful):
         guards.release_clipping(mine)
         self._is_replaced = True
         return True
+
+    def _check_unused(self) -> None:
+        """Refuses an act that brings new weights while the model's units are in use."""
+        if self._units is not None:
+            self._units.check_unused()
 
     def _check_not_replaced(self) -> None:
         if self._is_replaced:

@@ -212,6 +212,7 @@ class Stateful(Connected):
     warns_of_handles: bool = True
 
     flush: Callable[[], int]
+    _check_unused: Callable[[], None]
     _guard_clipping: Callable[[], None]
     _check_hyper: Callable[[dict[str, Any]], None]
 
@@ -330,6 +331,7 @@ class Stateful(Connected):
             # after the flush reads the flushed version.
             self.flush()
             return
+        self._check_unused()
         connection, old = self._new_connection(), self._connection
         name = _find(connection, *wanted)
         if name is None:

@@ -382,6 +382,7 @@ class Stepping(Connected):
     _hyper: Callable[[dict[str, Any]], Hyper]
     _groups_of_job: Callable[[], list[dict[str, Any]]]
     _opened_by_gradients: Callable[[], Connection]
+    _check_unused: Callable[[], None]
 
     # Loss scales
 
@@ -585,6 +586,7 @@ class Stepping(Connected):
     def _start_over(self) -> None:
         """Abandons the current step's sent gradients: joins again as a new process does, and servers begin the step anew. Each part only
         waits for servers, so each may be repeated after an error or Ctrl-C. Parameters stay unwritten: a forward may have used them."""
+        self._check_unused()
         old = self._connection
         if old is not None:
             self._now.give_up(old.version)

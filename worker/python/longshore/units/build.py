@@ -201,6 +201,10 @@ class UnitWeights:
         }
         self._frozen = [member for unit in home.units for member in unit.members if member.kept is not None]
 
+    def check_unused(self) -> None:
+        """Refuses new weights while units are in use."""
+        self._home.check_unused()
+
     def belong_to(self, job: Any, held: int | None) -> "UnitWeights":
         """Switches to a job that was started. The job before was abandoned for a checkpoint, or with a step of version ``held``."""
         self._home.renew(are_same=held is not None)

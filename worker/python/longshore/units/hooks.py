@@ -203,7 +203,7 @@ class ModuleHooks:
         self._running: list[_Run] = []
         #: The running modules, including those around units. The outermost one decides whether the call may train.
         self._calls: list[nn.Module] = []
-        home.unwind = self.unwind
+        home.unwind, home.is_called = self.unwind, lambda: bool(self._calls)
         _follow_checkpoints()
         needed = list(_needed(model, home.units))
         for module, units in needed:
@@ -215,7 +215,6 @@ class ModuleHooks:
     def _register(self, own: nn.Module, units: list[Unit] | None) -> None:
         """Hooks a module that needs these units; with None, a module around units. A module's copy has the same hooks, and no units."""
 
-    def _hooks(self, units: list[Unit]) -> tuple[Any, Any]:
         def before(module: nn.Module, args: Any) -> None:
             if module is not own or torch.compiler.is_compiling():
                 return
@@ -276,6 +275,7 @@ class ModuleHooks:
         if torch.compiler.is_compiling():
             return
         self.unwind()
+        self._home.check_thread()
         if module in self._calls:
             del self._calls[self._calls.index(module) :]  # Ctrl-C ended that call without its hooks
         if not self._calls:
@@ -283,6 +283,8 @@ class ModuleHooks:
         self._calls.append(module)
 
     def _end(self, module: nn.Module) -> None:
+        if self._home.is_of_another_thread():
+            return  # the call was refused
         if module in self._calls:
             del self._calls[self._calls.index(module) :]
         if not self._calls:
@@ -317,7 +319,7 @@ class ModuleHooks:
         return None
 
     def _leave(self, module: nn.Module, output: Any) -> None:
-        if not self._running or self._running[-1].module is not module:
+        if not self._running or self._running[-1].module is not module or self._home.is_of_another_thread():
             return  # the call failed before it began
         run = self._running.pop()
         if not run.is_within:

@@ -26,6 +26,18 @@ from longshore.units.fetching import Fetcher
 from longshore.units.model import Member, Order, Unit
 
 
+class _End:
+    """Calls a function at the end of a backward pass. The pass has the only reference, which goes also if it raises."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+    __del__ = __call__
+
+
 class Nodes:
     """Units pinned for the nodes of running backward passes, which may be nested. Callers hold the lock of pins."""
 
@@ -36,30 +48,37 @@ class Nodes:
 
     def give(self, unit: Unit) -> None:
         """Pins a unit for the running node."""
-        backward, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-        number = None if node is None else node._sequence_nr()
-        # Backward passes nested in this one began later, and have ended.
-        self.end(inside=backward)
+        backward, number = self.follow()
         if backward not in self._given and backward != -1:
-            Variable._execution_engine.queue_callback(functools.partial(self._end_backward, backward))
-        if self._given.get(backward, (number,))[0] != number:
-            self._end_node(backward)
+            Variable._execution_engine.queue_callback(_End(functools.partial(self._end_backward, backward)))
         _, given = self._given.setdefault(backward, (number, []))
         if unit not in given:
             unit.pins += 1
             given.append(unit)
 
-    def end(self, inside: int = -1) -> None:
-        """Unpins the units of nested backward passes, and of nodes outside of any."""
+    def follow(self) -> tuple[int, int | None]:
+        """Unpins the units of nodes that have run: the pass's earlier node, and nodes outside of any pass.
+
+        Returns:
+            This thread's backward pass, or -1, and the sequence number of its running node.
+        """
+        backward, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        number = None if node is None else node._sequence_nr()
+        if backward in self._given and self._given[backward][0] != number:
+            self._unpin(backward)
+        self._unpin(-1)
+        return backward, number
+
+    def end(self) -> None:
+        """Unpins all units."""
         for backward in list(self._given):
-            if backward > inside or backward == -1:
-                self._end_node(backward)
+            self._unpin(backward)
 
     def _end_backward(self, backward: int) -> None:
         with self._lock:
-            self._end_node(backward)
+            self._unpin(backward)
 
-    def _end_node(self, backward: int) -> None:
+    def _unpin(self, backward: int) -> None:
         _, given = self._given.pop(backward, (None, []))
         for unit in given:
             unit.pins -= 1
@@ -223,6 +242,8 @@ class Residency:
         self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         #: Unpins the units of ended module calls whose hooks never ran.
         self.unwind: Callable[[], None] = lambda: None
+        #: Returns whether a call of the model has not ended.
+        self.is_called: Callable[[], bool] = lambda: False
         self._fetcher = fetcher
         self._order = Order()
         self._streams = UnitStreams(fetcher.stream)
@@ -281,8 +302,6 @@ class Residency:
             alone: whether other ranks may not use the unit now, although all of them train on the same modules.
         """
         with self._lock, torch._C.DisableTorchFunctionSubclass():
-            if not is_in_backward():
-                self._nodes.end()
             trains = (unit.module is None or unit.module.training) and (self.may_train or is_in_backward())
             is_next = self._order.note(unit, counts=trains)
             # A rank may evaluate while the others do something else.
@@ -307,6 +326,8 @@ class Residency:
     def pin(self, unit: Unit, *, alone: bool = False) -> None:
         """Pins the unit as resident, plain parameters. Each pin needs one unpin. ``alone`` is as in :meth:`use`."""
         with self._lock:
+            self.check_thread()
+            self._nodes.follow()
             unit.pins += 1
             try:
                 self.use(unit, alone=alone)
@@ -345,8 +366,11 @@ class Residency:
     def using(self, members: list[Member]) -> Iterator[None]:
         """Pins the units of members during an operation outside of modules."""
         units = list(dict.fromkeys(member.unit for member in members))
-        for unit in units:
-            unit.pins += 1
+        with self._lock:
+            self.check_thread()
+            self._nodes.follow()
+            for unit in units:
+                unit.pins += 1
         try:
             for unit in units:
                 self.use(unit, alone=True)
@@ -363,6 +387,41 @@ class Residency:
             self._nodes.give(member.unit)
             self.use(member.unit)
             check_here([member])
+
+    def is_of_another_thread(self) -> bool:
+        """Returns whether this thread is not the one that uses units. Autograd's threads may use them, too."""
+        return threading.get_ident() != self._thread and not is_in_backward() and not self.is_building
+
+    def check_thread(self) -> None:
+        """Refuses a use beside another thread's uses: pins and the order of uses are of one thread."""
+        if not self.is_of_another_thread():
+            return
+        with self._lock:
+            is_used = self.is_called() or any(unit.pins for unit in self.units)
+            if is_used and any(other.ident == self._thread for other in threading.enumerate()):
+                raise UsageError(
+                    "the model is in units, and another thread uses it now: call it from one thread at a time, and wait with join() for the "
+                    "other one"
+                )
+            self._thread = threading.get_ident()
+
+    def check_unused(self) -> None:
+        """Refuses new weights while units are in use: released memory would be read."""
+        with self._lock:
+            self.unwind()
+            self.check_thread()
+            self._nodes.follow()
+            if is_in_backward():
+                self._nodes.end()
+            used = next((unit for unit in self.units if unit.pins), None)
+            if used is not None:
+                raise invalid(
+                    f"unit {used.name}",
+                    "in use",
+                    "released before new weights come",
+                    "call step(), flush() and zero_grad() after the module's forward, and after the block of GatheredParameters",
+                    UsageError,
+                )
 
     def mark(self, result: Any) -> None:
         """Hides views of members like the members themselves."""
@@ -393,8 +452,7 @@ class Residency:
     def renew(self, *, are_same: bool = False) -> None:
         """Releases the trained parameters' old weights, since new ones come; ``are_same`` with the bits of the old ones."""
         with self._lock:
-            self.unwind()
-            self._nodes.end()
+            self.check_unused()
             self._order.end()
             self.epoch += not are_same
             self.give_up_all()  # servers may have freed the older weights
@@ -423,8 +481,7 @@ class Residency:
         """Releases all weights that are not in use."""
         with self._lock:
             self.unwind()
-            if not is_in_backward():
-                self._nodes.end()  # a backward that raised leaves its pins
+            self._nodes.follow()
             for unit in self.units:
                 if unit.pins == 0:
                     self._let_go(unit)
