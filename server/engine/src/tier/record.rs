@@ -131,7 +131,7 @@ mod tests {
         }
         assert!(matches!(decode::<Vec<u32>>(&vec![0; SECTOR]), Found::Blank));
         // Magic and format alone are known of a newer record.
-        frame[8] = 3;
+        frame[8] = MOVED as u8 + 1;
         frame[12..].fill(0xAB);
         let Found::Refused(fault) = decode::<Vec<u32>>(&frame) else { panic!("a newer format is no damage") };
         assert!(fault.remedy.starts_with("start the newer version"), "{fault}");
