@@ -283,7 +283,8 @@ impl Jobs {
         Ok(())
     }
 
-    /// Ends a job after an hour in which no rank 0 has given this server a part in it, or since it has left the job.
+    /// Ends the job here in an hour, unless this server has a part in it by then. A server has none once the job has left
+    /// it, and until a rank 0 or a restore gives it one.
     pub(crate) fn end_unused(self: &Arc<Self>, handle: &Arc<JobHandle>) {
         /// Servers that are opened for one wish differ in the time that they take for it: a terabyte takes minutes.
         const UNUSED: Duration = Duration::from_secs(3600);
@@ -292,9 +293,10 @@ impl Jobs {
             tokio::time::sleep(UNUSED).await;
             let Some(handle) = handle.upgrade().filter(|handle| !handle.is_closed()) else { return };
             let (name, placement) = (handle.job.spec().name.clone(), handle.job.placement());
-            let is_loading = handle.job.progress().phase == Phase::Loading;
+            let progress = handle.job.progress();
+            let is_empty = progress.phase == Phase::Loading && progress.restoring.is_none();
             let is_member = placement.members().any(|member| member == handle.job.server());
-            if is_member && !(handle.job.is_spare() && is_loading) {
+            if is_member && !(handle.job.is_spare() && is_empty) {
                 return;
             }
             if let Err(fault) = jobs.retire(handle, &placement).await {

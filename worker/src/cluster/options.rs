@@ -96,7 +96,7 @@ impl Process {
         let _ = self.0.compare_exchange(0, first.max(1), Relaxed, Relaxed);
     }
 
-    /// Returns true if this process began, and has not given the number `newest`, but smaller ones.
+    /// Returns true if `newest` is of a later process: this one has begun, and gives smaller numbers.
     pub(crate) fn is_replaced_by(&self, newest: u64) -> bool {
         self.has_begun() && newest >= self.0.load(Relaxed)
     }

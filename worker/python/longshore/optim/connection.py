@@ -16,7 +16,8 @@ state                  meaning                                           goes on
 ``BROKEN``             other ranks wait for a step that was interrupted  a restart of all ranks
 ====================== ================================================= =====================================
 
-A finished commit, read or join returns to ``IDLE``. The training thread and autograd's threads change the state, never at the same time.
+A finished commit, read or join returns to ``IDLE``. The training thread and autograd's threads change the state. No lock guards it, so
+backward passes run one after the other.
 An exception of a signal's handler may come after any call of Python. So a state that a call interrupted still tells how to go on.
 """
 

@@ -18,8 +18,7 @@ use super::{
         fault::{FIELD, corrupt, internal, io, without_place},
     },
     debts::Debts,
-    plan::{Apart, Digest, IMAGE_SLOTS, STATE_SLOTS, Slots, StorePlan},
-    recover::ApartChecksums,
+    plan::{Apart, ApartChecksums, Digest, IMAGE_SLOTS, STATE_SLOTS, Slots, StorePlan},
 };
 use crate::{
     ids::{OwnedShard, OwnedShards},

@@ -334,6 +334,13 @@ pub(super) struct Apart {
     pub(super) images: Vec<(u8, Digest)>,
 }
 
+/// Checksums of a shard that lies apart, by block: of its state, and of its images.
+pub(super) struct ApartChecksums {
+    pub(super) state: Vec<u64>,
+    /// By slot.
+    pub(super) images: Vec<(u8, Vec<u64>)>,
+}
+
 /// The CRC-64 of the checksums of a shard's blocks, in their order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Digested")]

@@ -10,7 +10,7 @@ use super::{
         record::{Found, RECORD_BYTES, SECTOR, crc64, decode},
     },
     durable::{StoredRecord, get},
-    plan::{Apart, Digest, FilePlan, RECORD_COPIES, StorePlan},
+    plan::{Apart, ApartChecksums, Digest, FilePlan, RECORD_COPIES, StorePlan},
 };
 use crate::{ids::OwnedShard, io::Disk, memory::Region};
 
@@ -195,13 +195,6 @@ impl Blocks<'_> {
         let images = apart.images.iter().map(image).collect::<Result<_, Fault>>()?;
         Ok(Some(ApartChecksums { state, images }))
     }
-}
-
-/// Checksums by block.
-pub(super) struct ApartChecksums {
-    pub(super) state: Vec<u64>,
-    /// By slot.
-    pub(super) images: Vec<(u8, Vec<u64>)>,
 }
 
 /// Returns an operator's remedy when a version turns out to be damaged.
