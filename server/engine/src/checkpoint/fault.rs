@@ -49,3 +49,9 @@ pub(super) fn defect(path: &Path, error: impl fmt::Display) -> Fault {
     let value = format!("{} ({error})", path.display());
     Fault::new(FaultKind::Internal, FIELD, value, "encodable", "report this as a defect of Longshore")
 }
+
+/// The refusal of a version whose decision, or a later one, changed the number of parts. Callers ask for another version.
+pub(super) fn other_servers(asked: u32, servers: u32) -> Fault {
+    let (value, limit) = (format!("of {asked} servers"), format!("of {servers}, as many as the job has now"));
+    Fault::new(FaultKind::Precondition, "version", value, limit, "checkpoint again, on all of them")
+}

@@ -19,12 +19,11 @@ use rustix::{
 
 use super::{
     Store,
-    fault::{FIELD, corrupt, io},
+    fault::{FIELD, corrupt, io, other_servers},
     files,
     manifest::{self, Manifest},
     part::{Part, Table},
     read::PartReader,
-    write::other_servers,
 };
 use crate::job::StoredImages;
 

@@ -13,7 +13,7 @@ use longshore_proto::{
 
 use super::{
     Store,
-    fault::{FIELD, defect, io},
+    fault::{FIELD, defect, io, other_servers},
     files::{self, Draft, remove_drafts},
     manifest::{self, Manifest},
     part::{Array, Part, PartShard, Table},
@@ -145,12 +145,6 @@ fn own_part(job: &Job, manifest: Manifest) -> Option<Part> {
 fn taken(name: &str) -> Fault {
     let remedy = "choose another name; sealed checkpoints are never overwritten";
     Fault::new(FaultKind::Conflict, "name", name, "not a sealed checkpoint's of another state", remedy)
-}
-
-/// The refusal of a version whose decision, or a later one, changed the number of parts. Callers ask for another version.
-pub(super) fn other_servers(asked: u32, servers: u32) -> Fault {
-    let (value, limit) = (format!("of {asked} servers"), format!("of {servers}, as many as the job has now"));
-    Fault::new(FaultKind::Precondition, "version", value, limit, "checkpoint again, on all of them")
 }
 
 pub(super) fn plan<'a>(job: &'a Job, shards: &'a [ShardId], spec: &[u8]) -> PartPlan<'a> {
