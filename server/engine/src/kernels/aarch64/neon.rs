@@ -263,6 +263,11 @@ impl Lanes for Neon {
     }
 
     #[inline(always)]
+    unsafe fn min_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        each!(min, a, b)
+    }
+
+    #[inline(always)]
     unsafe fn shift_left<const BITS: u32>(words: Self::Words) -> Self::Words {
         let bits = vdupq_n_s32(BITS as i32);
         each!(vshlq_u32, words, [bits; 4])
@@ -378,6 +383,11 @@ unsafe fn upper_half(words: uint32x4_t) -> uint16x4_t {
 #[inline(always)]
 unsafe fn max(a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
     vreinterpretq_u32_s32(vmaxq_s32(vreinterpretq_s32_u32(a), vreinterpretq_s32_u32(b)))
+}
+
+#[inline(always)]
+unsafe fn min(a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
+    vreinterpretq_u32_s32(vminq_s32(vreinterpretq_s32_u32(a), vreinterpretq_s32_u32(b)))
 }
 
 #[inline(always)]

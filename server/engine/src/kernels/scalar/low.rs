@@ -151,7 +151,8 @@ fn decode_element(code: Code, bits: u8, scale: f32) -> f32 {
     (f * tables.slope[at] + offset) * scale
 }
 
-/// Interpolates between codes and rounds down after adding 0 to 1.
+/// Interpolates between codes and rounds down after adding 0 to 1. A positive sum of squares never becomes 0, since an
+/// update would then divide by `eps` alone.
 #[inline(always)]
 fn encode_element(code: Code, x: f32, reciprocal: f32, random: u32) -> u8 {
     let tables = code.tables();
@@ -164,6 +165,6 @@ fn encode_element(code: Code, x: f32, reciprocal: f32, random: u32) -> u8 {
     let q = (position + random) as i32;
     match code {
         Code::Signed => (q ^ (x.to_bits() as i32 >> 31)) as u8,
-        Code::Unsigned => q as u8,
+        Code::Unsigned => q.max((x.to_bits() as i32).min(1)) as u8,
     }
 }

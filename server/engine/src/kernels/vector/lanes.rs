@@ -86,6 +86,8 @@ pub(in super::super) trait Lanes: Number {
     unsafe fn xor_words(a: Self::Words, b: Self::Words) -> Self::Words;
     /// The larger of two words as signed integers.
     unsafe fn max_words(a: Self::Words, b: Self::Words) -> Self::Words;
+    /// The smaller of two words as signed integers.
+    unsafe fn min_words(a: Self::Words, b: Self::Words) -> Self::Words;
     unsafe fn shift_left<const BITS: u32>(words: Self::Words) -> Self::Words;
     unsafe fn shift_right<const BITS: u32>(words: Self::Words) -> Self::Words;
     /// All ones where the sign bit is set, else 0.

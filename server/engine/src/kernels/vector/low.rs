@@ -360,6 +360,11 @@ impl<V: Lanes> Encoder<V> {
         let random = V::shift_left::<7>(sixteen::<V, HIGH>(random));
         let random = V::or_words(random, V::splat_words(ONE));
         let q = position.add(V::from_words(random)).truncate();
-        if SIGNED { V::xor_words(q, V::sign_mask(bits)) } else { q }
+        if SIGNED {
+            V::xor_words(q, V::sign_mask(bits))
+        } else {
+            // 1 for any positive value.
+            V::max_words(q, V::min_words(bits, V::splat_words(1)))
+        }
     }
 }

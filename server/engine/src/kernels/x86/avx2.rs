@@ -240,6 +240,11 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn min_words(a: Self::Words, b: Self::Words) -> Self::Words {
+        (_mm256_min_epi32(a.0, b.0), _mm256_min_epi32(a.1, b.1))
+    }
+
+    #[inline(always)]
     unsafe fn shift_left<const BITS: u32>(words: Self::Words) -> Self::Words {
         let bits = _mm_cvtsi32_si128(BITS as i32);
         (_mm256_sll_epi32(words.0, bits), _mm256_sll_epi32(words.1, bits))

@@ -251,6 +251,11 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn min_words(a: __m512i, b: __m512i) -> __m512i {
+        _mm512_min_epi32(a, b)
+    }
+
+    #[inline(always)]
     unsafe fn shift_left<const BITS: u32>(words: __m512i) -> __m512i {
         _mm512_slli_epi32::<BITS>(words)
     }
