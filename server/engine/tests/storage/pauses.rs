@@ -1,7 +1,7 @@
 //! Pauses and resumes on tiers that outlive the server: once acknowledged, they hold through every crash.
 
 use longshore_engine::{step::Phase, tier::Storage};
-use longshore_proto::{Commit, JobSpec, TierKind, Version};
+use longshore_proto::{Commit, Epoch, JobSpec, Placement, TierKind, Version};
 
 use super::{
     Dirs,
@@ -100,6 +100,11 @@ fn pauses_survive_a_killed_process_on_both_tiers() {
                 Ok(true),
                 "it keeps its reason"
             );
+            // Servers of a job change between two steps, and the record is written anew.
+            let placement = cluster.jobs[0].placement();
+            let placement = Placement { epoch: Epoch(placement.epoch.0 + 1), ..placement };
+            let incarnation = cluster.incarnations[0];
+            assert_eq!(cluster.jobs[0].place(incarnation, Version(2), placement), Ok(true));
             cluster = killed(cluster);
             assert_eq!(found(&cluster), (paused_for(&reason), 0.5, String::new()));
             cluster.jobs[0].protocol.resume(None, 0.0).unwrap();

@@ -36,6 +36,11 @@ struct Note {
     standing: Option<Standing>,
 }
 
+/// First byte of a version's area.
+fn start_of(version: Version) -> usize {
+    (version.0 % 2) as usize * RECORD_BYTES
+}
+
 fn note_at(place: usize) -> usize {
     RECORD_BYTES - (NOTES - place) * NOTE_BYTES
 }
@@ -80,21 +85,22 @@ impl ShmTier {
         self.write_record_at(record, record.version)
     }
 
-    /// Writes a record to the place of a version.
+    /// Writes a record to the place of a version, with its standing. Notes there end: a version may be decided again.
     pub(super) fn write_record_at(&self, record: &Record, place: Version) -> Result<(), Fault> {
         let frame = encode(record).map_err(|why| internal(why, "encodable"))?;
         if frame.len() > RECORD_BYTES - NOTES * NOTE_BYTES {
             return Err(internal(format!("{} bytes of record", frame.len()), "in its place"));
         }
-        let start = (place.0 % 2) as usize * RECORD_BYTES;
-        write_frame(&mut lock(&self.records).bytes_mut()[start..], &frame);
+        let mut records = lock(&self.records);
+        let area = &mut records.bytes_mut()[start_of(place)..][..RECORD_BYTES];
+        (0..NOTES).for_each(|place| area[note_at(place)..][..MAGIC_BYTES].fill(0));
+        write_frame(area, &frame);
         Ok(())
     }
 
     pub(super) fn write_note(&self, record: &Record) -> Result<(), Fault> {
-        let start = (record.version.0 % 2) as usize * RECORD_BYTES;
         let mut records = lock(&self.records);
-        let area = &mut records.bytes_mut()[start..start + RECORD_BYTES];
+        let area = &mut records.bytes_mut()[start_of(record.version)..][..RECORD_BYTES];
         let newest = newest_note(area, record.version).map_err(|why| self.damaged(&why))?;
         let number = newest.map_or(0, |note| note.number + 1);
         let note = Note { version: record.version, number, standing: record.standing.clone() };
@@ -119,17 +125,22 @@ impl ShmTier {
         pool: &ThreadPool,
     ) -> Result<Option<Interrupted>, Fault> {
         let mut records: Vec<Record> = Vec::new();
-        for area in lock(&self.records).bytes().chunks(RECORD_BYTES) {
+        let areas = lock(&self.records);
+        for area in areas.bytes().chunks(RECORD_BYTES) {
             match read_frame::<Record>(area) {
                 Found::Valid(record) => {
-                    let note = newest_note(area, record.version).map_err(|why| self.damaged(&why))?;
-                    records.push(Record { standing: note.and_then(|note| note.standing), ..record });
+                    // A change of the placement writes the record to both areas, and notes stay in the version's own.
+                    let noted = &areas.bytes()[start_of(record.version)..][..RECORD_BYTES];
+                    let note = newest_note(noted, record.version).map_err(|why| self.damaged(&why))?;
+                    let standing = note.map_or_else(|| record.standing.clone(), |note| note.standing);
+                    records.push(Record { standing, ..record });
                 }
                 Found::Refused(fault) => return Err(fault),
                 Found::Broken(why) => return Err(self.damaged(&why)),
                 Found::Blank => {}
             }
         }
+        drop(areas);
         let epoch = |record: &Record| record.placement.as_ref().map(|placement| placement.epoch);
         records.sort_by_key(|record| (record.version, epoch(record)));
         // Both places have the version's record after a change of the placement between two steps.
