@@ -818,7 +818,7 @@ impl Server {
                     return Ok(Some(None));
                 }
                 let is_early = self.oracle.has(Plant::StatsTooEarly)
-                    || self.oracle.has(Plant::ReplicaUnawaited) && !instance.machine.is_owner(owned, step);
+                    || self.oracle.has(Plant::ReplicaUnawaited) && !instance.machine.answers_for(owned, step);
                 let is_there = is_early || instance.machine.is_complete(owned, step);
                 Ok(is_there.then(|| Some(instance.machine.origin(owned, step))))
             };

@@ -71,10 +71,7 @@ pub struct Outdated {
 }
 
 #[derive(Clone, Debug, thiserror::Error)]
-#[error(
-    "no server sent a hash for block {block} of job {job} at {version}: the placement does not cover the layout. \
-     Name all servers of the job"
-)]
+#[error("no server sent a hash for block {block} of job {job} at {version}. Name all servers of the job")]
 pub struct MissingBlock {
     pub job: JobName,
     pub block: u32,

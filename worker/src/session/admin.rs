@@ -36,12 +36,17 @@ pub(super) async fn state_hash(cluster: &Cluster) -> Result<StateHash> {
         let answers = cluster.describe_all(true, cluster.options.slow_deadline).await?;
         let answers = answers.into_vec();
         let agree = answers.iter().all(|answer| answer.hash_version == answers[0].hash_version);
-        if agree {
-            return combine(cluster, &answers);
+        let combined = agree.then(|| combine(cluster, &answers));
+        if let Some(Ok(hash)) = combined {
+            return Ok(hash);
         }
-        // A single answer may take long. Servers that differ wait for rank 0, which may be gone.
+        // A single answer may take long. Servers that differ wait for rank 0, which may be gone. Blocks of a server that
+        // was given up come from its replicas once they know.
         let end = *differ_until.get_or_insert_with(|| Instant::now() + cluster.options.deadline);
         if !backoff.pause(end).await {
+            if let Some(missing) = combined {
+                return missing;
+            }
             let versions = answers.iter().map(|answer| Version(answer.hash_version));
             return Err(VersionsDiffer {
                 job: cluster.job().clone(),

@@ -102,10 +102,10 @@ impl Job {
         self.protocol.machine().readdress(server, address)
     }
 
-    /// The shards that this server owns at a step, in forward order.
+    /// The shards that this server owns at a step, in forward order. Those of an owner that is given up count too.
     pub fn owned_at(&self, step: Step) -> Vec<ShardId> {
         let machine = self.protocol.machine();
-        let owned = self.share.all().filter(|&owned| machine.is_owner(owned, step));
+        let owned = self.share.all().filter(|&owned| machine.answers_for(owned, step));
         owned.map(|owned| self.share.shard(owned)).collect()
     }
 

@@ -94,12 +94,11 @@ impl Job {
     }
 
     /// Returns the number of this server's part of a checkpoint, and how many parts there are: one for each server of
-    /// the job, in the order of their numbers.
+    /// the job that is not given up, in the order of their numbers.
     pub fn part(&self) -> (u32, u32) {
         let machine = self.protocol.machine();
-        let members = || machine.placement().members();
-        let before = members().take_while(|member| *member < self.share.server).count();
-        (before as u32, members().count() as u32)
+        let before = machine.members().take_while(|member| *member < self.share.server).count();
+        (before as u32, machine.members().count() as u32)
     }
 
     /// The placement as of the newest decision.

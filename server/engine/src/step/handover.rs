@@ -90,10 +90,16 @@ impl Machine {
         self.shards[owned.index()].span.contains(&step.0)
     }
 
-    /// Returns true if this server's version of a shard counts at a step: it is the owner, and no replica.
-    pub fn is_owner(&self, owned: OwnedShard, step: Step) -> bool {
-        let shard = self.shards[owned.index()].shard;
-        self.owns(owned, step) && self.placement.owner_at(shard, step) == self.server
+    /// Returns true if this server answers for a shard at a step: as its owner, or as the replica of an owner that is
+    /// given up until a decision names another.
+    pub fn answers_for(&self, owned: OwnedShard, step: Step) -> bool {
+        let owner = self.placement.owner_at(self.shards[owned.index()].shard, step);
+        self.owns(owned, step) && (owner == self.server || self.lost.contains(&owner))
+    }
+
+    /// Members of the job that are not given up.
+    pub fn members(&self) -> impl Iterator<Item = ServerId> {
+        self.placement.members().filter(|member| !self.lost.contains(member))
     }
 
     /// Returns true if this server has no step of a shard, neither before nor after.

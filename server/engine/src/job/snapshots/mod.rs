@@ -136,7 +136,7 @@ impl Snapshots {
             let Progress { version, applied, last_commit: commit, .. } = machine.progress();
             *lock(&snapshot.info) = Some(SnapshotInfo { version, applied, commit });
             let owned = OwnedShards::all(snapshot.shards());
-            snapshot.covers(owned.map(|owned| machine.is_owner(owned, Step(version.0))).collect());
+            snapshot.covers(owned.map(|owned| machine.answers_for(owned, Step(version.0))).collect());
         }
     }
 
