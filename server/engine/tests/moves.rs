@@ -138,7 +138,7 @@ impl Moving {
         let mut target = self.moved.placement.clone();
         target.apply(&change, Step(step), 0);
         for server in self.moved.living() {
-            self.moved.jobs[server].make_room(&target.held(ServerId(server as u32))).unwrap();
+            self.moved.jobs[server].make_room(&target.held(ServerId(server as u32)), |_, _| Ok(())).unwrap();
         }
         let is_none = change.added.is_empty() && change.moves.is_empty() && change.replicas.is_empty();
         (!is_none).then_some(change)

@@ -416,11 +416,13 @@ impl Jobs {
         let newest = if wanted.placement.epoch > placement.epoch { &wanted.placement } else { &placement };
         let has_left = newest.servers.get(handle.job.server().0 as usize).is_some_and(String::is_empty);
         if is_new && (has_left || handle.job.is_spare() && is_other) {
+            let wanted = StoredJob { owner: handle.owner.clone(), ..wanted };
+            let _admitted = self.admit(&wanted)?;
             self.delete_open(&handle)?;
             return self.start(wanted, &self.storage).map(|handle| (true, handle));
         }
         if wanted.placement.epoch > placement.epoch {
-            handle.job.make_room(&wants)?;
+            handle.job.make_room(&wants, |memory, drives| self.admit_more(&handle, memory, drives))?;
         }
         // Ranks name the newest placement that they know. Before the first change all know the same one.
         if wanted.placement.epoch == placement.epoch || wanted.placement.epoch == Epoch(1) {

@@ -5,35 +5,62 @@ use std::{collections::BTreeMap, sync::PoisonError};
 use longshore_engine::tier::StoredJob;
 use longshore_proto::{Fault, JobName};
 
-use super::{JobEntry, Jobs};
+use super::{JobEntry, JobHandle, Jobs};
 use crate::quota::{Listed, Quota, Usage};
 
 impl Jobs {
-    /// Refuses a job that would exceed its owner's quota. Stored state of the job counts already. The job counts as
+    /// Refuses a job that would exceed its owner's quota. Usage of the job here counts already. The job counts as
     /// admitted until drop: by then the job is open, or has failed to open.
     pub(super) fn admit(&self, wanted: &StoredJob) -> Result<Option<Admitted<'_>>, Fault> {
-        let Some(owner) = &wanted.owner else { return Ok(None) };
-        let quota = self.owners.as_ref().map(|owners| owners.quota(owner)).unwrap_or_default();
-        if quota == Quota::default() {
-            return Ok(None);
-        }
+        let Some((owner, quota)) = self.limited(wanted.owner.as_deref()) else { return Ok(None) };
         let need = wanted.need(&self.storage)?;
         let held = self.lock().get(&wanted.spec.name).map_or_else(Usage::default, JobEntry::usage);
         let wants = Usage {
             jobs: 1 - held.jobs,
-            memory: need.total(),
+            memory: need.total().saturating_sub(held.memory),
             drives: need.disk.saturating_sub(held.drives),
         };
-        let name = wanted.spec.name.clone();
+        self.admit_usage(owner, quota, &wanted.spec.name, wants).map(Some)
+    }
+
+    /// Refuses bytes of memory and drives by which an open job would exceed its owner's quota.
+    pub(super) fn admit_more(
+        &self,
+        handle: &JobHandle,
+        memory: u64,
+        drives: u64,
+    ) -> Result<Option<Admitted<'_>>, Fault> {
+        let Some((owner, quota)) = self.limited(handle.owner.as_deref()) else { return Ok(None) };
+        let wants = Usage { jobs: 0, memory, drives };
+        self.admit_usage(owner, quota, &handle.job.spec().name, wants).map(Some)
+    }
+
+    /// Returns an owner that has limits, and the limits.
+    fn limited<'a>(&self, owner: Option<&'a str>) -> Option<(&'a str, Quota)> {
+        let (owner, owners) = (owner?, self.owners.as_ref()?);
+        Some((owner, owners.quota(owner))).filter(|(_, quota)| *quota != Quota::default())
+    }
+
+    fn admit_usage(
+        &self,
+        owner: &str,
+        quota: Quota,
+        name: &JobName,
+        wants: Usage,
+    ) -> Result<Admitted<'_>, Fault> {
         let mut admitted = self.admitted.lock().unwrap_or_else(PoisonError::into_inner);
         let mut has = self.usages().remove(owner).unwrap_or_default();
-        let is_open = |name| matches!(self.lock().get(name), Some(JobEntry::Open(_)));
-        for (_, (_, usage)) in admitted.iter().filter(|(name, (of, _))| of == owner && !is_open(*name)) {
+        let open = |name| self.lock().get(name).filter(|entry| entry.is_open()).map(JobEntry::usage);
+        for (_, (_, usage)) in admitted.iter().filter(|(name, (of, _))| of == owner && open(*name).is_none())
+        {
             has += *usage;
         }
         quota.admit(owner, has, wants)?;
-        admitted.insert(name.clone(), (owner.clone(), wants));
-        Ok(Some(Admitted { jobs: self, name }))
+        // An open job may be replaced by the admitted one.
+        let mut all = open(name).unwrap_or_default();
+        all += wants;
+        admitted.insert(name.clone(), (owner.to_string(), all));
+        Ok(Admitted { jobs: self, name: name.clone() })
     }
 
     fn usages(&self) -> BTreeMap<String, Usage> {
@@ -76,6 +103,10 @@ impl Drop for Admitted<'_> {
 }
 
 impl JobEntry {
+    fn is_open(&self) -> bool {
+        matches!(self, JobEntry::Open(_))
+    }
+
     fn owner(&self) -> Option<&str> {
         match self {
             JobEntry::Open(handle) => handle.owner.as_deref(),

@@ -8,6 +8,7 @@ use std::{
 
 use longshore_tests::{
     command::{longshore, longshored},
+    conformance::cluster::eventually,
     server::{ServerOptions, own_addresses},
 };
 
@@ -59,11 +60,30 @@ fn one_command_makes_a_cluster_that_trains() {
 
     // Servers of the cluster fetch shards from each other.
     let other = ServerOptions::new().tls(&dir.join("server")).start();
-    let mut running = train(300, &server, &dir.join("worker")).start();
+    let mut running = train(900, &server, &dir.join("worker")).start();
     running.until_step(2);
     let to = ["scale", "--job", "default", "--to", other.address(), "--wait"];
     let moved = ask(&server, &dir.join("operator"), &to);
     assert_eq!(moved.code, 0, "{}", moved.stderr);
+
+    // Shards that move to a server count in their owner's quota there.
+    let operator = dir.join("operator");
+    let add = ask(&other, &operator, &["scale", "--job", "default", "--add", server.address(), "--wait"]);
+    assert_eq!(add.code, 0, "{}", add.stderr);
+    let list = dir.join("server/identities.toml");
+    let unlimited = fs::read_to_string(&list).unwrap();
+    let of_worker = "name = \"worker\"\n";
+    fs::write(&list, unlimited.replace(of_worker, &[of_worker, "quota = { memory = \"1MiB\" }\n"].concat()))
+        .unwrap();
+    eventually("the quota", || other.process.stderr().contains("was taken up").then_some(()));
+    let remove = ["scale", "--job", "default", "--remove", server.address()];
+    assert_eq!(ask(&other, &operator, &remove).code, 0);
+    eventually("the refusal", || {
+        ask(&other, &operator, &["status"]).stdout.contains("quota.memory").then_some(())
+    });
+    fs::write(&list, unlimited).unwrap();
+    let removed = ask(&other, &operator, &[&remove[..], &["--wait"]].concat());
+    assert_eq!(removed.code, 0, "{}", removed.stderr);
     running.finish();
 }
 

@@ -203,29 +203,38 @@ impl Job {
         self.disk_bytes.fetch_sub(need.disk, Ordering::Relaxed);
     }
 
-    /// Reserves memory and space for shards that shall come to this server. Memory for shards of an earlier plan that never came is
-    /// given back.
+    /// Reserves memory and space for shards that shall come to this server, once `admit` has allowed these bytes of both.
+    /// Memory for shards of an earlier plan that never came is given back.
     ///
     /// # Errors
-    /// `Exhausted` if there is no room by now.
-    pub fn make_room(&self, shards: &[ShardId]) -> Result<(), Fault> {
+    /// `Exhausted` if there is no room by now. Those of `admit`.
+    pub fn make_room<T>(
+        &self,
+        shards: &[ShardId],
+        admit: impl FnOnce(u64, u64) -> Result<T, Fault>,
+    ) -> Result<(), Fault> {
         let mut released = lock(&self.released);
         for owned in self.share.all().filter(|&owned| !shards.contains(&self.share.shard(owned))) {
             if self.protocol.machine().is_unowned(owned) && released.insert(owned) {
                 self.free(owned);
             }
         }
+        let mut coming = Vec::new();
         for &shard in shards {
             let place = self.protocol.machine().owned_index(shard);
             let owned = place.map_err(|_| without_place_in_tmpfs(&self.share.spec.name, shard))?;
             if released.contains(&owned) {
-                let need = self.bytes_of(owned);
-                let reserved = self.reservation.budget().reserve(&need)?;
-                self.reserve_space(owned).inspect_err(|_| self.release_space(owned))?;
-                self.reservation.add(reserved);
-                self.disk_bytes.fetch_add(need.disk, Ordering::Relaxed);
-                released.remove(&owned);
+                coming.push((owned, self.bytes_of(owned)));
             }
+        }
+        let memory = coming.iter().map(|(_, need)| need.total()).sum();
+        let _admitted = admit(memory, coming.iter().map(|(_, need)| need.disk).sum())?;
+        for (owned, need) in coming {
+            let reserved = self.reservation.budget().reserve(&need)?;
+            self.reserve_space(owned).inspect_err(|_| self.release_space(owned))?;
+            self.reservation.add(reserved);
+            self.disk_bytes.fetch_add(need.disk, Ordering::Relaxed);
+            released.remove(&owned);
         }
         Ok(())
     }

@@ -446,7 +446,10 @@ impl Job {
         let kept =
             |owned: OwnedShard| record.versions_of(share.shard(owned), share.server, share.is_opened(owned));
         let here: Vec<_> = share.all().filter_map(|owned| Some((owned, kept(owned)?))).collect();
-        self.make_room(&here.iter().map(|(owned, _)| share.shard(*owned)).collect::<Vec<_>>())?;
+        self.make_room(
+            &here.iter().map(|(owned, _)| share.shard(*owned)).collect::<Vec<_>>(),
+            |_, _| Ok(()),
+        )?;
         for (owned, kept) in here {
             let trained = !self.share.is_frozen(owned);
             if trained {
@@ -497,7 +500,10 @@ impl Job {
             }
         }
         drop(machine);
-        self.make_room(&here.iter().map(|(owned, _)| self.share.shard(*owned)).collect::<Vec<_>>())?;
+        self.make_room(
+            &here.iter().map(|(owned, _)| self.share.shard(*owned)).collect::<Vec<_>>(),
+            |_, _| Ok(()),
+        )?;
         tracing::info!(job = %self.share.spec.name, %version, unfinished = work.len(), "recovered");
         self.protocol.leave_unfinished(work);
         Ok(())

@@ -245,7 +245,7 @@ fn a_server_has_room_for_the_shards_that_it_can_then_reserve() {
             let budget = Budget::new(need(&held) + bytes + more);
             let job = open(&spec, placement.clone(), 0, &budget).unwrap();
             assert_eq!(job.room(&storage), count);
-            job.make_room(&[&held, &elsewhere[..count]].concat()).unwrap();
+            job.make_room(&[&held, &elsewhere[..count]].concat(), |_, _| Ok(())).unwrap();
             // Shards that never came take nothing from the next plan.
             assert_eq!(job.room(&storage), count);
         }

@@ -260,8 +260,8 @@ fn a_tmpfs_store_of_format_1_goes_on_and_takes_no_other_shard() {
     let cluster = open();
     assert_eq!(cluster.hash(), hash);
     let [here, elsewhere] = [0, 1].map(|server| cluster.placement.owned(ServerId(server)));
-    assert_eq!(cluster.jobs[0].make_room(&here), Ok(()));
-    let fault = cluster.jobs[0].make_room(&elsewhere).unwrap_err();
+    assert_eq!(cluster.jobs[0].make_room(&here, |_, _| Ok(())), Ok(()));
+    let fault = cluster.jobs[0].make_room(&elsewhere, |_, _| Ok(())).unwrap_err();
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Precondition, "shm_dir"));
     assert!(fault.value.contains("format 1: without a place for shard 1"), "{fault}");
 }
