@@ -292,6 +292,28 @@ fn a_wish_is_withdrawn_in_the_middle() {
     ends_with_the_same_bits(&train, running);
 }
 
+/// Each export finds the owners of its version, also where the ranks end in the middle of a move.
+#[test]
+fn a_job_is_exported_while_its_shards_move() {
+    let servers = server::servers(2, &ServerOptions::new());
+    let addresses = server::addresses(&servers);
+    let mut running = endless(&[]).servers(&addresses).start();
+    running.until_step(3);
+    let folder = TempDir::new().unwrap();
+    let export = |name: &str| {
+        let out = folder.path().join(name).display().to_string();
+        let exported = longshore(["export", "--servers", &addresses.join(","), "--out", &out]);
+        assert_eq!(exported.code, 0, "{name}: {exported:?}");
+    };
+    for turn in 0..6 {
+        let asked = scale(&servers, &[&servers[turn % 2]], &[]);
+        assert_eq!(asked.code, 0, "{asked:?}");
+        (0..3).for_each(|again| export(&format!("{turn}-{again}")));
+    }
+    running.stop();
+    export("end");
+}
+
 /// A dry run says what would move, and what a server lacks for it.
 #[test]
 fn a_dry_run_moves_nothing() {

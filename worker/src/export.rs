@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use longshore_proto::{
-    Dtype, Fault, FaultKind, Layout, Rule, ShardId, StateArray, Version, checksum::crc32, limits::CHUNK_BYTES,
+    Dtype, Fault, FaultKind, Layout, Rule, ServerId, ShardId, StateArray, Version, checksum::crc32,
+    limits::CHUNK_BYTES,
 };
 use longshore_wire::{
     Channel, array_from_wire, dtype_to_wire, fault_from_status,
@@ -43,11 +44,19 @@ impl Contents {
 /// A request for one version of a job.
 pub struct Export<'a> {
     pub job: &'a str,
-    pub version: Version,
     pub contents: Contents,
     pub layout: &'a Layout,
     /// The longest wait for a version that the server can export.
     pub deadline: Duration,
+}
+
+/// The part of a server in an export.
+pub struct Part {
+    pub server: ServerId,
+    pub address: String,
+    pub admin: AdminClient<Channel>,
+    /// The shards that the server owns at the exported version.
+    pub owned: Vec<ShardId>,
 }
 
 /// Takes little-endian elements of an array, from the given element of the flat space on.
@@ -58,13 +67,8 @@ type Received = [u64; 3];
 
 impl Export<'_> {
     /// Passes the server's part to `sink`. Returns the number of updates that made the version.
-    pub async fn receive(
-        &self,
-        address: &str,
-        mut admin: AdminClient<Channel>,
-        owned: &[ShardId],
-        sink: &Sink<'_>,
-    ) -> Result<u64, Fault> {
+    pub(crate) async fn receive(&self, version: Version, part: &Part, sink: &Sink<'_>) -> Result<u64, Fault> {
+        let Part { address, owned, .. } = part;
         let patience = self.deadline + GRACE;
         let silent = || {
             let limit = format!("a message within {} s", patience.as_secs());
@@ -74,12 +78,13 @@ impl Export<'_> {
         let refused = |status: tonic::Status| fault_from_status(&status, address);
         let request = v1::ExportRequest {
             job: self.job.to_string(),
-            version: self.version.0,
+            version: version.0,
             dtype: dtype_to_wire(self.contents.dtype()),
             deadline_ms: self.deadline.as_millis() as u64,
             state: matches!(self.contents, Contents::State(_)),
         };
-        let answer = host::timeout(patience, admin.export(request)).await.map_err(|_| silent())?;
+        let answer =
+            host::timeout(patience, part.admin.clone().export(request)).await.map_err(|_| silent())?;
         let mut stream = answer.map_err(refused)?.into_inner();
         let mut received = vec![Received::default(); owned.len()];
         loop {
@@ -90,10 +95,10 @@ impl Export<'_> {
                 return Err(Fault::new(FaultKind::Unavailable, "export", value, "whole", remedy));
             };
             if message.end {
-                self.check_end(address, &message, owned, &received)?;
+                self.check_end(version, part, &message, &received)?;
                 return Ok(message.applied);
             }
-            self.take(address, &message, owned, &mut received, sink)?;
+            self.take(part, &message, &mut received, sink)?;
         }
     }
 
@@ -105,15 +110,14 @@ impl Export<'_> {
 
     fn take(
         &self,
-        address: &str,
+        Part { address, owned, .. }: &Part,
         message: &v1::ExportResponse,
-        owned: &[ShardId],
         received: &mut [Received],
         sink: &Sink<'_>,
     ) -> Result<(), Fault> {
         let shard = ShardId(message.shard);
         let Ok(index) = owned.binary_search(&shard) else {
-            return Err(broken(address, shard.to_string(), "a shard of this server"));
+            return Err(moved(format!("{shard} from {address}"), "a shard of this server"));
         };
         let array = array_from_wire("export.array", message.array)?;
         if !self.arrays(shard).contains(&array) {
@@ -144,19 +148,21 @@ impl Export<'_> {
 
     fn check_end(
         &self,
-        address: &str,
+        asked: Version,
+        Part { address, owned, .. }: &Part,
         message: &v1::ExportResponse,
-        owned: &[ShardId],
         received: &[Received],
     ) -> Result<(), Fault> {
-        if message.version != self.version.0 {
+        if message.version != asked.0 {
             // A request for version 0 gets the server's current version.
             let remedy = "export again: training has begun meanwhile";
-            let (version, asked) = (message.version, self.version);
-            return Err(Fault::new(FaultKind::Precondition, "version", version, asked, remedy));
+            return Err(Fault::new(FaultKind::Precondition, "version", message.version, asked, remedy));
         }
         for (&shard, received) in owned.iter().zip(received) {
             let whole = self.layout.shard_len(shard);
+            if *received == Received::default() {
+                return Err(moved(format!("nothing of {shard} from {address}"), "the shards of this server"));
+            }
             let lacking = self.arrays(shard).iter().find(|array| received[array.index()] != whole);
             if let Some(array) = lacking {
                 let value = format!("{} elements of {shard} ({array})", received[array.index()]);
@@ -167,7 +173,15 @@ impl Export<'_> {
     }
 }
 
+/// Field of the fault of shards that a decision since the placement was read has moved.
+pub(crate) const MOVED: &str = "export.shards";
+
+pub(crate) fn moved(value: String, limit: &str) -> Fault {
+    let remedy = "export again, once `longshore status` shows no shards that move";
+    Fault::new(FaultKind::Precondition, MOVED, value, limit, remedy)
+}
+
 fn broken(address: &str, value: String, limit: impl std::fmt::Display) -> Fault {
-    let remedy = "run the server's version of longshore, and name the servers in the job's order";
+    let remedy = "run the server's version of longshore";
     Fault::new(FaultKind::Corrupt, "export", format!("{value} from {address}"), limit, remedy)
 }

@@ -40,9 +40,10 @@ impl Unanswered {
 }
 
 /// The longest wait for a server that recovers the job: a session's `slow_deadline`.
-const RECOVERY: Duration = Duration::from_secs(1800);
+pub(crate) const RECOVERY: Duration = Duration::from_secs(1800);
 const RECOVERY_POLL: Duration = Duration::from_millis(200);
 
+#[derive(Clone)]
 pub(crate) struct Server {
     pub(crate) address: String,
     pub(crate) admin: AdminClient<Channel>,
@@ -130,16 +131,29 @@ impl Servers {
         patience: Duration,
         call: impl AsyncFn(Admin) -> Answer<T>,
     ) -> Answers<T> {
-        self.answers(async |admin| {
+        self.runtime.block_on(self.asked_within(patience, call))
+    }
+
+    /// Same as `answers_within`, for a task.
+    pub(crate) async fn asked_within<T>(
+        &self,
+        patience: Duration,
+        call: impl AsyncFn(Admin) -> Answer<T>,
+    ) -> Answers<T> {
+        let call = async |admin| {
             let answer = tokio::time::timeout(patience, call(admin)).await;
             answer.unwrap_or_else(|_| Err(silence(patience)))
-        })
+        };
+        self.asked(call).await
     }
 
     /// Makes one call on every server at once. Returns each answer.
     pub(crate) fn answers<T>(&self, call: impl AsyncFn(Admin) -> Answer<T>) -> Answers<T> {
-        let calls = self.servers.iter().map(|server| call(server.admin.clone()));
-        let answers = self.runtime.block_on(join_all(calls));
+        self.runtime.block_on(self.asked(call))
+    }
+
+    async fn asked<T>(&self, call: impl AsyncFn(Admin) -> Answer<T>) -> Answers<T> {
+        let answers = join_all(self.servers.iter().map(|server| call(server.admin.clone()))).await;
         let answer = |(server, answer): (&Server, Answer<T>)| {
             let answer = answer.map_err(|status| fault_from_status(&status, &server.address));
             (server.address.clone(), answer.map(tonic::Response::into_inner))
@@ -171,15 +185,33 @@ impl Servers {
         Ok(answers.into_iter().map(|(_, answer)| answer).collect())
     }
 
-    /// Leaves out the servers that the job is not on: those beyond its number of shards, and those that it has left. Where
-    /// a part of the job is missing every server stays, since one of them has lost that part.
-    fn keep_holders(&mut self, job: &str) {
-        let mut found = self.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(job)).await);
-        self.drop_others(job, &mut found);
-        self.servers.retain(|server| found.iter().any(|(address, _)| *address == server.address));
+    /// Returns the description by the first server that holds the job.
+    pub(crate) fn described_whole(
+        &self,
+        request: &v1::DescribeRequest,
+    ) -> anyhow::Result<v1::DescribeResponse> {
+        let found = self.once_recovered(|| {
+            let mut found = self.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await);
+            if found.iter().any(|(_, answer)| answer.is_ok()) {
+                found.retain(|(_, answer)| !answer.as_ref().is_err_and(is_not_there));
+            }
+            found
+        })?;
+        let first = found.into_iter().next();
+        first.map(|(_, answer)| answer).context("--servers names no server")
     }
 
-    /// Drops answers as [`Servers::keep_holders`] leaves servers out.
+    /// Leaves out the servers that are no members of the job: those beyond its number of shards, those that it has left,
+    /// and those that were opened for a move which no decision has begun. Where a member's answer is missing every server
+    /// stays, since one of them has lost that part.
+    fn keep_members(&mut self, job: &str) {
+        let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
+        let found = self.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await);
+        let mut stay = are_members(&found).into_iter();
+        self.servers.retain(|_| stay.next().unwrap_or(true));
+    }
+
+    /// Drops the answers of servers that hold nothing of the job, unless a part of the job is missing.
     pub(crate) fn drop_others(&self, job: &str, found: &mut Answers<v1::DescribeResponse>) {
         let is_elsewhere =
             |(_, answer): &(String, Result<_, Fault>)| answer.as_ref().is_err_and(is_not_there);
@@ -194,12 +226,18 @@ impl Servers {
     }
 
     /// Leaves out servers that hold no part of the job, and adds those of the job that were not named.
-    pub(crate) fn of_job(mut self, job: &str, access: &Access) -> anyhow::Result<Servers> {
+    pub(crate) fn of_job(self, job: &str, access: &Access) -> anyhow::Result<Servers> {
+        let mut servers = self.with_members(job, access)?;
+        servers.keep_members(job);
+        Ok(servers)
+    }
+
+    /// Adds the servers of the job that were not named.
+    pub(crate) fn with_members(mut self, job: &str, access: &Access) -> anyhow::Result<Servers> {
         let silent = self.add_members(job, access)?;
         if !silent.is_empty() {
             return Err(Unanswered::new("", &silent).into());
         }
-        self.keep_holders(job);
         Ok(self)
     }
 
@@ -322,15 +360,29 @@ pub(crate) fn is_not_there(fault: &Fault) -> bool {
     (fault.kind, fault.field.as_str()) == (FaultKind::NotFound, "job")
 }
 
+/// Returns the members of the newest placement among these answers. None unless every member has answered.
+fn members<'a>(answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone) -> Option<Vec<u32>> {
+    let newest = answers.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
+    let members = (0..).zip(&newest?.servers).filter(|(_, address)| !address.is_empty());
+    let members: Vec<u32> = members.map(|(server, _)| server).collect();
+    let has_answered = |server: &u32| answers.clone().any(|answer| answer.server == *server);
+    members.iter().all(has_answered).then_some(members)
+}
+
 /// Returns whether every member of the newest placement among these answers has answered.
 pub(crate) fn is_complete<'a>(answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone) -> bool {
-    let newest = answers.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
-    newest.is_some_and(|placement| {
-        let members = (0..).zip(&placement.servers).filter(|(_, address)| !address.is_empty());
-        members
-            .map(|(server, _)| server)
-            .all(|server: u32| answers.clone().any(|answer| answer.server == server))
-    })
+    members(answers).is_some()
+}
+
+/// Returns by answer whether its server may be a member of the job.
+pub(crate) fn are_members(found: &Answers<v1::DescribeResponse>) -> Vec<bool> {
+    let members = members(found.iter().filter_map(|(_, answer)| answer.as_ref().ok()));
+    let is_member = |answer: &Result<v1::DescribeResponse, Fault>| match (answer, &members) {
+        (_, None) => true,
+        (Ok(answer), Some(members)) => members.contains(&answer.server),
+        (Err(fault), Some(_)) => !is_not_there(fault),
+    };
+    found.iter().map(|(_, answer)| is_member(answer)).collect()
 }
 
 pub(crate) fn jobs_of(lists: &[(String, v1::ListJobsResponse)]) -> Vec<String> {
@@ -370,5 +422,29 @@ pub(crate) fn standing(rank: &v1::RankStatus) -> &'static str {
         (_, true, _) => "left",
         (_, false, true) => "joined",
         (_, false, false) => "not connected",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_that_are_no_members_are_left_out_where_all_members_answer() {
+        let answer = |server, epoch, servers: &[&str]| {
+            let servers = servers.iter().map(|server| server.to_string()).collect();
+            let placement = Some(v1::Placement { epoch, servers, ..Default::default() });
+            Ok(v1::DescribeResponse { server, placement, ..Default::default() })
+        };
+        let fault = |kind| Err(Fault::new(kind, "job", "j", "open", "open it"));
+        let stay = |found: &[Result<v1::DescribeResponse, Fault>]| {
+            are_members(&found.iter().map(|answer| (String::new(), answer.clone())).collect())
+        };
+        let (gone, opened) = (fault(FaultKind::NotFound), answer(1, 1, &["c:1"]));
+        assert_eq!(stay(&[opened.clone(), answer(0, 1, &["c:1"]), gone.clone()]), [false, true, false]);
+        // Server 0 knows the placement before its removal.
+        assert_eq!(stay(&[answer(0, 1, &["c:1"]), answer(1, 2, &["", "d:1"])]), [false, true]);
+        assert_eq!(stay(&[opened, gone]), [true, true], "a member is missing");
+        assert_eq!(stay(&[answer(0, 1, &["c:1"]), fault(FaultKind::Unavailable)]), [true, true]);
     }
 }

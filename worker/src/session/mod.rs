@@ -29,7 +29,7 @@ use longshore_wire::{Author, v1};
 pub use self::{
     admin::{StateHash, asked_after},
     checkpoints::{Checkpoint, checkpoint_name, common, is_taken, numbered},
-    export::ExportedVersion,
+    export::{ExportedVersion, export_by},
     go_back::GoBack,
     join::Joined,
     open::{Opened, is_loading},

@@ -28,7 +28,9 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
-    let (servers, job) = args.target.connect_to_holders()?;
+    // Servers that the job is not on yet may get shards during the export.
+    let (servers, job) = args.target.connect()?;
+    let servers = servers.with_members(&job, &args.target.servers.access)?;
     let settings = export::Settings {
         job,
         out: args.out.clone(),

@@ -6,20 +6,24 @@ mod target;
 
 use std::{
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
-    thread,
     time::Duration,
 };
 
-use longshore_proto::{Dtype, Fault, JobSpec, Layout, Placement, ServerId, Version};
+use longshore_proto::{Dtype, Fault, JobSpec, Placement, ServerId, ShardId, Step, Version};
 use longshore_wire::{Wire, v1};
 use longshore_worker::{
-    export::{Contents, Export},
-    session::{TRIES, asked_version, has_passed, whole},
+    Error, Result,
+    error::CallFailed,
+    export::{Contents, Export, Part},
+    session::{asked_version, export_by, whole},
 };
 
 use self::{files::Files, target::Target};
-use crate::{output::Output, progress::Progress, servers::Servers};
+use crate::{
+    output::Output,
+    progress::Progress,
+    servers::{PROMPTLY, RECOVERY, Server, Servers, are_members},
+};
 
 /// The largest safetensors file, unless a single tensor is larger.
 pub(crate) const MAX_FILE_BYTES: u64 = 5 << 30;
@@ -44,70 +48,55 @@ pub(crate) struct Exported {
     pub(crate) files: Vec<String>,
 }
 
-struct Described {
-    spec: JobSpec,
-    layout: Layout,
-    placement: Placement,
-    /// By which each connected server takes part.
-    numbers: Vec<ServerId>,
-}
-
 pub(crate) fn run(servers: &Servers, settings: &Settings) -> anyhow::Result<Exported> {
-    let described = describe(servers, &settings.job)?;
-    let Described { spec, layout, .. } = &described;
+    let request = v1::DescribeRequest { job: settings.job.clone(), ..Default::default() };
+    let answer = servers.described_whole(&request)?;
+    let spec = JobSpec::from_wire(answer.spec)?;
+    let layout = spec.validate()?;
     check_whole(spec.params.iter().map(|param| param.name.as_str()))?;
     let draft = Target { folder: settings.out.clone(), replace: settings.replace }.draft()?;
     let dtype = settings.dtype.unwrap_or(spec.image_dtype);
-    let files = Files::create(draft, spec, layout, dtype, settings.max_file_bytes)?;
-    let mut tried = 0;
-    let version = loop {
-        let version = Version(asked_version(&servers.described(&settings.job)?, tried));
-        match receive(servers, settings, (version, dtype), &described, &files) {
-            Ok(()) => break version,
-            Err(fault) if has_passed(&fault) && tried < TRIES => tried += 1,
-            Err(fault) => return Err(fault.into()),
-        }
+    let files = Files::create(draft, &spec, &layout, dtype, settings.max_file_bytes)?;
+    // Includes the padding between parameters, which is sent too.
+    let progress = Progress::bytes("exporting", layout.elements() * dtype.bytes(), settings.shown);
+    let failed = |call, server: &str, fault| -> Error {
+        CallFailed { server: server.into(), job: spec.name.clone(), call, step: None, fault }.into()
     };
-    let (bytes, names) = (files.bytes(), files.names().to_vec());
+    let plan = async |tried| {
+        progress.at(0, "exporting".into());
+        let found = servers.asked_within(PROMPTLY, async |admin| whole(admin, request.clone()).await).await;
+        // A server may join the job or leave it during the export.
+        let members = are_members(&found).into_iter().zip(servers.list()).zip(found);
+        let answer = |((is_member, server), (_, answer)): ((bool, &Server), (_, Result<_, _>))| {
+            let answer = answer.map_err(|fault| failed("Describe", &server.address, fault));
+            is_member.then(|| answer.map(|answer| (server.clone(), answer)))
+        };
+        let answers = members.filter_map(answer).collect::<Result<Vec<(Server, v1::DescribeResponse)>>>()?;
+        let version = Version(asked_version(answers.iter().map(|(_, answer)| answer), tried));
+        let newest =
+            answers.iter().filter_map(|(_, answer)| answer.placement.clone()).max_by_key(|of| of.epoch);
+        let placement = Placement::from_wire(newest)?;
+        placement.validate(layout.shards())?;
+        let part = |(Server { address, admin }, answer): (Server, v1::DescribeResponse)| {
+            let number = ServerId(answer.server);
+            let shards = (0..layout.shards()).map(ShardId);
+            let is_owned = |&shard: &ShardId| placement.owner_at(shard, Step(version.0)) == number;
+            Part { server: number, address, admin, owned: shards.filter(is_owned).collect() }
+        };
+        Ok((version, answers.into_iter().map(part).collect()))
+    };
+    let explain = |part: &Part, fault| failed("Export", &part.address, fault);
+    let write = |_, at, bytes: &[u8]| {
+        progress.add(bytes.len() as u64);
+        files.write(at, bytes)
+    };
+    let (job, contents, deadline) = (&*settings.job, Contents::Weights(dtype), settings.deadline);
+    let export = Export { job, contents, layout: &layout, deadline };
+    let exported = servers.handle().block_on(export_by(&export, RECOVERY, plan, explain, &write))?;
+    drop(progress);
+    let (version, bytes, names) = (exported.version, files.bytes(), files.names().to_vec());
     files.publish()?;
     Ok(Exported { version, dtype, bytes, files: names })
-}
-
-/// Reads one version of all servers' shards at once, and writes each message when it arrives.
-fn receive(
-    servers: &Servers,
-    settings: &Settings,
-    (version, dtype): (Version, Dtype),
-    Described { layout, placement, numbers, .. }: &Described,
-    files: &Files,
-) -> Result<(), Fault> {
-    let contents = Contents::Weights(dtype);
-    let export = Export { job: &settings.job, version, contents, layout, deadline: settings.deadline };
-    let received = Mutex::new(Ok(()));
-    // Includes the padding between parameters, which is sent too.
-    let bytes = layout.elements() * dtype.bytes();
-    let progress = Progress::bytes("exporting", bytes, settings.shown);
-    let progress = &progress;
-    thread::scope(|scope| {
-        for (server, &number) in servers.list().iter().zip(numbers) {
-            let (export, all) = (&export, &received);
-            let owned = placement.owned(number);
-            scope.spawn(move || {
-                let write = |_, at, bytes: &[u8]| {
-                    progress.add(bytes.len() as u64);
-                    files.write(at, bytes)
-                };
-                let received = export.receive(&server.address, server.admin.clone(), &owned, &write);
-                let received = servers.handle().block_on(received);
-                // The first fault is the cause; others may be its consequences.
-                let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
-                if all.is_ok() {
-                    *all = received.map(drop);
-                }
-            });
-        }
-    });
-    received.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Refuses a job whose Python ranks have a part of each tensor. Only those ranks know the tensors' shapes, and no
@@ -128,20 +117,6 @@ fn is_part(name: &str) -> bool {
 /// Checks that an export that replaces an earlier one could be written to `out` now.
 pub(crate) fn check_target(out: &Path) -> Result<(), Fault> {
     Target { folder: out.to_path_buf(), replace: true }.draft().map(drop)
-}
-
-fn describe(servers: &Servers, job: &str) -> anyhow::Result<Described> {
-    let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
-    let answers = servers.each_promptly(async |admin| whole(admin, request.clone()).await)?;
-    let numbers = answers.iter().map(|(_, answer)| ServerId(answer.server)).collect();
-    let epoch = |answer: &v1::DescribeResponse| answer.placement.as_ref().map_or(0, |of| of.epoch);
-    let newest = answers.into_iter().map(|(_, answer)| answer).max_by_key(epoch);
-    let Some(answer) = newest else { anyhow::bail!("--servers names no server") };
-    let spec = JobSpec::from_wire(answer.spec)?;
-    let layout = spec.validate()?;
-    let placement = Placement::from_wire(answer.placement)?;
-    placement.validate(layout.shards())?;
-    Ok(Described { spec, layout, placement, numbers })
 }
 
 #[cfg(test)]

@@ -165,7 +165,7 @@ impl<'a> Keeper<'a> {
         let access = if self.embedded { Access::default() } else { self.settings.flags.access.clone() };
         // The job may have left servers that were named, and be on others.
         let servers =
-            Servers::reach(self.servers, &access).and_then(|(of, _)| of.of_job(&settings.job, &access));
+            Servers::reach(self.servers, &access).and_then(|(of, _)| of.with_members(&settings.job, &access));
         let exported = servers.and_then(|servers| export::run(&servers, &settings)).with_context(|| {
             format!("training is done, and its weights were not exported to {}", settings.out.display())
         })?;
