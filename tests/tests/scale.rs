@@ -596,6 +596,9 @@ fn a_server_that_a_job_has_left_may_stop() {
     });
     let (stderr, _) = train.clone().servers(&addresses[..1]).start().fails(Duration::from_secs(60));
     assert!(stderr.contains("moved") && stderr.contains(&addresses[1]), "{stderr}");
+    let asked = longshore(["checkpoint", "--job", "default", "--servers", &addresses[0]]);
+    let remedy = format!("name one of {}, to which the job has moved", addresses[1]);
+    assert!(asked.code == 1 && asked.stderr.contains(&remedy), "{asked:?}");
     servers[0].process.kill();
     ends_with_the_same_bits(&train, running);
 }

@@ -243,13 +243,25 @@ impl Jobs {
         match self.lock().get(&name) {
             Some(JobEntry::Open(handle)) => Ok(Arc::clone(handle)),
             Some(JobEntry::Away(away)) => Err(away.fault.clone()),
-            None if self.deleted().contains(&name) => Err(deleted(&name)),
+            None if self.deleted().contains(&name) => Err(self.left(&name)),
             None => Err(not_found(name.as_str())),
         }
     }
 
     fn deleted(&self) -> MutexGuard<'_, BTreeSet<JobName>> {
         self.deleted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Fault of a job that this server has deleted. After a move, other servers have the job.
+    fn left(&self, name: &JobName) -> Fault {
+        let moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner);
+        match moved.get(name) {
+            None => deleted(name),
+            Some(servers) => {
+                let remedy = format!("name one of {servers}, to which the job has moved");
+                Fault { remedy, ..deleted(name) }
+            }
+        }
     }
 
     /// Refuses a job that this server has left: a trainer with the servers of old would begin it anew.
