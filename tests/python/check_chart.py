@@ -104,6 +104,10 @@ def main(path, manifest):
         documents, notes = render(path, values)
         check_objects(documents)
         made = by_name(documents)
+        policy = made.get(("NetworkPolicy", "longshore"))
+        if policy:
+            [servers] = [rule["from"] for rule in policy["spec"]["ingress"] if "from" in rule]
+            assert {"podSelector": made["StatefulSet", "longshore"]["spec"]["selector"]} in servers, f"servers fetch no shards: {policy}"
         if case == "the defaults":
             expected = {key: without_helms_labels(document) for key, document in by_name(plain).items()}
             found = {key: without_helms_labels(document) for key, document in made.items()}
