@@ -122,10 +122,17 @@ impl Watcher {
         }
     }
 
+    /// Returns None if the server is given up meanwhile.
+    async fn describe(&self, server: ServerId) -> Result<Option<v1::DescribeResponse>> {
+        let answer = self.cluster.describe(server, false, self.cluster.options.deadline);
+        self.cluster.unless_lost(server, answer).await
+    }
+
     /// Catches up with a pause that began or ended while no watch was open.
     async fn catch_up(&mut self, server: ServerId) -> Result<()> {
         let was_paused = self.cluster.waits.is_paused();
-        let answer = self.cluster.describe(server, false, self.cluster.options.deadline).await?;
+        // A server that is given up breaks the watch, which then goes to another one.
+        let Some(answer) = self.describe(server).await? else { return Ok(()) };
         let progress = answer.progress.unwrap_or_default();
         // The server lost a version that was not durable, and its step is decided again.
         self.seen = self.seen.min(Step(progress.version));
@@ -157,7 +164,7 @@ impl Watcher {
     /// No earlier version can be missing: a step is decided only after this rank has pushed it. This rank pushes
     /// it only after it knows the version that the step reads, at most two before.
     async fn skip_ahead(&mut self, server: ServerId, fault: Fault) -> Result<()> {
-        let answer = self.cluster.describe(server, false, self.cluster.options.deadline).await?;
+        let Some(answer) = self.describe(server).await? else { return Ok(()) };
         let last = answer.progress.and_then(|progress| progress.last_commit);
         let last = last.map(|commit| Commit::from_wire(Some(commit))).transpose()?;
         let made_here = self.cluster.options.rank == Rank(0);
