@@ -6,7 +6,7 @@ use crate::{
     ids::{Incarnation, Step},
     job::JobSpec,
     left_out::{self, LeftOut},
-    limits::{MAX_DELAY, MAX_PAUSE_REASON_BYTES, MAX_TRAINER_STATE_BYTES},
+    limits::{GRADIENT_SCALES, MAX_DELAY, MAX_PAUSE_REASON_BYTES, MAX_TRAINER_STATE_BYTES},
     placement::PlacementChange,
 };
 
@@ -63,8 +63,9 @@ impl Commit {
         if self.step.0 == 0 {
             return bad("step", 0.0, "at least 1");
         }
-        if !(self.gradient_scale.is_finite() && self.gradient_scale > 0.0) {
-            return bad("gradient_scale", self.gradient_scale, "finite and above 0");
+        if !GRADIENT_SCALES.contains(&self.gradient_scale) {
+            let limit = format!("{:e} to {:e}", GRADIENT_SCALES.start(), GRADIENT_SCALES.end());
+            return bad("gradient_scale", self.gradient_scale, &limit);
         }
         if !(self.clip_coefficient > 0.0 && self.clip_coefficient <= 1.0) {
             return bad("clip_coefficient", self.clip_coefficient, "in (0, 1]");

@@ -1,6 +1,6 @@
 //! Every limit of the protocol, with the reason for its value. Compile-time assertions check relations between limits.
 
-use std::time::Duration;
+use std::{ops::RangeInclusive, time::Duration};
 
 /// Number of the protocol. A field that changes bits or meaning raises it.
 pub const PROTOCOL: u32 = 1;
@@ -157,6 +157,9 @@ pub const MAX_PAUSE_REASON_BYTES: usize = 4096;
 pub const MAX_PULL_SLICES: usize = 1 << 14;
 /// Steps that a worker may be ahead of the decided version beyond one exact step.
 pub const MAX_DELAY: u32 = 1;
+
+/// Loss scale x world size x micro-steps. Its inverse is a finite f32 above 0: infinity times a gradient of 0 is NaN.
+pub const GRADIENT_SCALES: RangeInclusive<f64> = 1e-30..=1e40;
 
 /// Longest wait of a call that names no deadline.
 pub const DEFAULT_DEADLINE_MS: u64 = 60_000;

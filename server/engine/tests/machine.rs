@@ -55,6 +55,7 @@ fn the_events_reach_every_answer() {
         "UnknownChunk",
         "UnknownMicroStep",
         "BadLossScale",
+        "UnusableLossScale",
         "WrongLossScale",
         "OtherLossScale",
         "MicroStepTooEarly",

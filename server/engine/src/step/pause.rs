@@ -1,7 +1,7 @@
 //! Pauses. A pause begins with a decision, or at rank 0's request. An operator's resume ends it. While a pause lasts,
 //! the server accepts nothing for later steps.
 
-use longshore_proto::{Incarnation, Version};
+use longshore_proto::{Incarnation, Version, limits::GRADIENT_SCALES};
 
 use super::{
     machine::{Machine, Phase},
@@ -29,8 +29,10 @@ impl Machine {
     /// Ends the pause that began at `version`, or the current one. Returns true if the tier must keep the
     /// change, and false if that pause had ended before.
     pub fn resume(&mut self, version: Option<Version>, loss_scale: f64) -> Result<bool, Refusal> {
-        if loss_scale != 0.0 && !(loss_scale.is_finite() && loss_scale > 0.0) {
-            return Err(Refusal::BadLossScale { loss_scale });
+        let contributions = self.spec.contributions(self.world_size);
+        // Otherwise the next commit would be refused, and the job would stand still.
+        if loss_scale != 0.0 && !GRADIENT_SCALES.contains(&(loss_scale * contributions as f64)) {
+            return Err(Refusal::UnusableLossScale { loss_scale, contributions });
         }
         match version {
             Some(version) if version > self.version => {

@@ -4,7 +4,7 @@ use longshore_proto::{
     BlockId, ChunkId, Contribution, Dtype, Epoch, Fault, FaultKind, Incarnation, JobSpec, Layout, MicroStep,
     Origin, Rank, Reads, ServerId, ShardId, Step, Version,
     fault::{ORIGIN, OWED, READS, READS_VERSION},
-    limits::BLOCK_ELEMENTS,
+    limits::{BLOCK_ELEMENTS, GRADIENT_SCALES},
 };
 
 /// A refused event changes nothing.
@@ -28,6 +28,7 @@ pub enum Refusal {
     UnknownChunk { shard: ShardId, chunk: ChunkId, chunks: u32 },
     UnknownMicroStep { micro_step: MicroStep, micro_steps: u32 },
     BadLossScale { loss_scale: f64 },
+    UnusableLossScale { loss_scale: f64, contributions: u64 },
     WrongLossScale { contribution: Contribution, loss_scale: f64, expected: Vec<f64> },
     OtherLossScale { contribution: Contribution, loss_scale: f64, earlier: f64 },
     MicroStepTooEarly { contribution: Contribution, missing: ChunkId },
@@ -214,6 +215,17 @@ impl From<Refusal> for Fault {
                 loss_scale,
                 "finite and above 0",
                 "send 1 when the loss is not scaled",
+            ),
+            Refusal::UnusableLossScale { loss_scale, contributions } => Fault::new(
+                Invalid,
+                "loss_scale",
+                loss_scale,
+                format!(
+                    "{:e} to {:e} once multiplied by {contributions}, world size x micro-steps",
+                    GRADIENT_SCALES.start(),
+                    GRADIENT_SCALES.end()
+                ),
+                "resume with another loss scale, or with none",
             ),
             Refusal::WrongLossScale { contribution, loss_scale, expected } => Fault::new(
                 Conflict,

@@ -512,8 +512,8 @@ impl Model {
     }
 
     pub(crate) fn resume(&mut self, version: Option<u64>, loss_scale: f64) -> Answer {
-        if loss_scale.is_nan() || loss_scale < 0.0 {
-            return refused("BadLossScale");
+        if loss_scale != 0.0 && !(1e-20..1e20).contains(&loss_scale) {
+            return refused("UnusableLossScale");
         }
         let version = version.unwrap_or(self.version);
         if version > self.version {
