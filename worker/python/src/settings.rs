@@ -136,7 +136,11 @@ impl StepByStep {
     }
 
     pub(crate) fn drain_after(&self, step: Step) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).drained.insert(step);
+        let said = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        said.drained.insert(step);
+        while said.drained.len() > STEPS_KEPT {
+            said.drained.pop_first();
+        }
     }
 
     fn drains_after(&self, step: Step) -> bool {
