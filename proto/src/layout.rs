@@ -151,10 +151,6 @@ impl Layout {
         self.param_contributors(param).is_empty()
     }
 
-    pub fn has_frozen(&self) -> bool {
-        self.partitions.iter().any(|cut| cut.contributors.is_empty())
-    }
-
     /// Returns the flat range and the contributors of each partition, in order. A frozen partition has none.
     pub fn partitions(&self) -> impl Iterator<Item = (Range<u64>, &[Rank])> {
         self.partitions.iter().map(|cut| (cut.range.clone(), cut.contributors.as_slice()))

@@ -15,7 +15,7 @@ use super::{
     v1,
 };
 
-pub fn hyper_from_wire(hyper: v1::Hyper) -> Hyper {
+fn hyper_from_wire(hyper: v1::Hyper) -> Hyper {
     Hyper {
         lr: hyper.lr,
         beta1: hyper.beta1,

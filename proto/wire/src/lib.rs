@@ -20,7 +20,7 @@ pub mod tls;
 pub use author::Author;
 pub use channel::{Answer, Channel};
 pub use codec::{Codec, Scope, no_room};
-pub use commit::{hyper_from_wire, left_outs_from_wire, left_outs_to_wire};
+pub use commit::{left_outs_from_wire, left_outs_to_wire};
 pub use convert::{
     Wire, array_from_wire, array_to_wire, chunk_from_wire, deadline, dtype_from_wire, dtype_to_wire,
     incarnation_from_wire, missing, param_to_wire, tier_from_wire,
