@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import accelerator
@@ -68,18 +69,23 @@ def train_in_buckets(device: Simulated, **options: Any) -> list[Tensor]:
         return train(device, **options)
 
 
-def train_on_two_streams(device: Simulated, **options: Any) -> list[Tensor]:
-    """Trains two layers, each on a stream of its own. Their gradients leave together. The caller's stream waits for the other one afterwards."""
+def train_on_two_streams(device: Simulated, is_at_once: bool = False, **options: Any) -> list[Tensor]:
+    """Trains two layers, each on a stream of its own, and on a thread of its own with ``is_at_once``. Their gradients leave together. The
+    caller's stream waits for the other one afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "ENOUGH_ON_DEVICE", 1 << 20)
         model = Layers(device, depth=2)
         optimizer = longshore.AdamW(model.layers.named_parameters(), lr=1e-2, streaming=True, **options)
         other = device.new_stream(torch.device("cpu"))
+
+        def backward(layer: torch.nn.Module, stream: accelerator.Stream, step: int) -> None:
+            with device.on(stream):
+                Loss.apply(device, layer(model.batch(step)), model.batch(step, outputs=True)).backward()
+
         for step in range(STEPS):
             device.let_wait(other, device.record(device.main))
-            for layer, stream in zip(model.layers, (device.main, other), strict=True):
-                with device.on(stream):
-                    Loss.apply(device, layer(model.batch(step)), model.batch(step, outputs=True)).backward()
+            with ThreadPoolExecutor(2) as pool:
+                list((pool.map if is_at_once else map)(backward, model.layers, (device.main, other), (step, step)))
             optimizer.step()
             device.let_wait(device.main, device.record(other))
         return ended(device, model, optimizer, [])
@@ -135,6 +141,7 @@ MODES: dict[str, tuple[Callable[..., list[Tensor]], dict[str, Any]]] = {
     "delayed buckets": (train_in_buckets, {"streaming": True, "delay": 1, "warmup_steps": 2}),
     "buckets over TCP": (train_in_buckets, {"streaming": True, "transport": "tcp"}),
     "two streams": (train_on_two_streams, {}),
+    "two threads": (train_on_two_streams, {"is_at_once": True}),
     "one unit": (train_units, {"part": 0.4}),
     "some units": (train_units, {"part": 0.7}),
     "all units": (train_units, {"part": 1.3}),

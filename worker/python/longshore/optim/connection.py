@@ -16,12 +16,13 @@ state                  meaning                                           goes on
 ``BROKEN``             other ranks wait for a step that was interrupted  a restart of all ranks
 ====================== ================================================= =====================================
 
-A finished commit, read or join returns to ``IDLE``. The training thread and autograd's threads change the state. No lock guards it, so
-backward passes run one after the other.
+A finished commit, read or join returns to ``IDLE``. The training thread changes the state, and so do autograd's threads, of which a backward
+has one for each device. Streaming's hooks therefore hold the lock of the step.
 An exception of a signal's handler may come after any call of Python. So a state that a call interrupted still tells how to go on.
 """
 
 import enum
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -88,19 +89,24 @@ class Step:
         state: as in the table above.
         taken: parameters whose gradients of the current backward pass have left.
         passes: number of whole backward passes.
-        has_ended: True if the latest backward has run to its end, though some parameters have no gradient of it.
+        running: backward passes, by autograd's numbers, that have sent gradients and not run to their end. -1 is a ``step()`` that was refused
+            or interrupted, until another backward has run.
+        lock: held while a hook takes a gradient, and while ``step()`` ends the passes.
         made: number of steps made before a step that is sent and committed.
         version: the version that the parameters hold while the step is given up.
     """
 
     def __init__(self) -> None:
         self.taken: set[int] = set()
+        self.running: set[int] = set()
+        self.lock = threading.RLock()
         self.end()
 
     def end(self) -> None:
         """Begins the next step: parameters have the newest weights, or wait for them."""
         self.taken.clear()
-        self.passes, self.has_ended = 0, False
+        self.running.clear()
+        self.passes = 0
         self.made: int | None = None
         self.version: int | None = None
         self.state = self._untorn = State.IDLE

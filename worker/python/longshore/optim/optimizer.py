@@ -338,7 +338,8 @@ class Optimizer(Stepping, Stateful):
         if not self.has_begun:
             self.check_model()
         if self._stream is not None:
-            made = self._stream.finish()
+            with self._now.lock:
+                made = self._stream.finish()
         else:
             made = self._push()
         if made:
@@ -374,7 +375,7 @@ class Optimizer(Stepping, Stateful):
         step = self._now
         if step.state is State.PUSHED and step.made != connection.made:
             step.end()
-        elif (step.state is State.PUSHED or step.state is State.COLLECTING and not step.has_ended) and self._can_start_over():
+        elif (step.state is State.PUSHED or step.state is State.COLLECTING and step.running) and self._can_start_over():
             super().zero_grad()  # gradients that were made and have not left
             self._start_over()
         elif step.state is State.PUSHED:

@@ -1,7 +1,7 @@
 """Steps: gradients leave in ``step``, or as backward makes them; servers decide, and a report comes back. Losses may be scaled.
 
-In streaming mode hooks of :class:`Stream` take gradients on autograd's threads, and small ones leave together: a call for each of them takes
-longer than its copy. The training thread makes steps. A loss scale comes from the servers or from torch's ``GradScaler``.
+In streaming mode hooks of :class:`Stream` take gradients on autograd's threads, one gradient at a time. Small ones leave together: a call for
+each of them takes longer than its copy. The training thread makes steps. A loss scale comes from the servers or from torch's ``GradScaler``.
 """
 
 import contextlib
@@ -27,6 +27,9 @@ from longshore.transfer.job import Hyper, StepReport
 from longshore.transfer.params import Columns, Param, check_gradient
 
 
+_requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
 class Stream:
     """Sends gradients of the current step. Hooks hold a weak reference, so the optimizer can be freed."""
 
@@ -35,6 +38,7 @@ class Stream:
         self._hooks: dict[int, Any] = {}
         self._by_tensor: dict[int, Param] = {}
         self._step, self._gradients = optimizer._now, optimizer._gradients
+        self._lock = self._step.lock
         self._gradients.group = Group()
         #: Parameters whose gradients leave next, these gradients, the number of their elements, and the number with which they leave.
         self._params: list[Param] = []
@@ -44,8 +48,6 @@ class Stream:
         self._groups: dict[int, Columns] = {}
         #: True once each of the job's parameters has a hook.
         self._watches_all = False
-        #: Autograd's number of the latest backward that is known.
-        self._task = -1
         #: Pushes gradients that a device copies first.
         self._pusher: Pusher | None = None
         #: Most bytes of unsent gradients that may stay where the model is; None for no limit.
@@ -121,39 +123,31 @@ class Stream:
 
     def _take(self, tensor: Tensor) -> None:
         """Sends the gradient that backward has just made, and frees it. A small one leaves with the next ones."""
-        waiting, taken = self._waiting, self._step.taken
-        param, gradient = self._by_tensor.get(id(tensor)), tensor.grad
-        if (
-            not waiting
-            or param is None
-            or param.index not in self._unit
-            or param.index in taken
-            or gradient is None
-            or gradient.requires_grad
-            or gradient.is_neg()
-        ):
-            self._take_first(tensor)
-            return
-        if self._pusher is not None:
-            self._gradients.note_stream(gradient)
-        # The group's first gradient checked the optimizer. Leaving checks that again, and all gradients at once.
-        self._params.append(param)
-        waiting.append(gradient)
-        taken.add(param.index)
-        tensor.grad = None
-        self._elements += param.elements
-        if len(taken) == len(self._by_tensor):
-            self._end_micro_step()
-        elif self._elements >= self._enough or self._unit <= taken:
-            self._leave_together()
+        with self._lock:
+            waiting, taken = self._waiting, self._step.taken
+            param, gradient = self._by_tensor.get(id(tensor)), tensor.grad
+            if not waiting or param is None or param.index not in self._unit or param.index in taken or gradient is None:
+                self._take_first(tensor)
+                return
+            if self._pusher is not None:
+                self._gradients.note_stream(gradient)
+                gradient = gradient.resolve_neg()
+            # The group's first gradient checked the optimizer. Leaving checks that again, and all gradients at once.
+            self._params.append(param)
+            waiting.append(gradient)
+            taken.add(param.index)
+            tensor.grad = None
+            self._elements += param.elements
+            if self._elements >= self._enough or self._unit <= taken:
+                self._end_group()
 
     def _take_first(self, tensor: Tensor) -> None:
         """Implements :meth:`_take` with all checks."""
         optimizer, connection = self._open()
         task = torch._C._current_graph_task_id()
-        if task not in (-1, self._task):
-            self._task, self._step.has_ended = task, False
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if task != -1 and task not in self._step.running:
+            self._step.running.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_backward, task))
         if not self._step.taken and not self._watches_all:
             for other in self.hook():
                 # The parameter trains since the last check, and this backward may have made its gradient already. An accelerator's gradient
@@ -163,11 +157,12 @@ class Stream:
         with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling(), torch.no_grad():
             self._leave(optimizer, connection, tensor)
 
-    def _end_backward(self) -> None:
-        """Notes that a backward has run to its end. The next one's first gradient finds no group, and so is noted too."""
-        if self._waiting:
-            self._leave_together()
-        self._step.has_ended = True
+    def _end_backward(self, task: int) -> None:
+        """Notes that a backward has run to its end, and sends what waits."""
+        with self._lock:
+            if self._waiting:
+                self._leave_together()
+            self._step.running.difference_update((-1, task))
 
     def _leave(self, optimizer: "Stepping", connection: Connection, tensor: Tensor) -> None:
         step, param, gradient = self._step, self._by_tensor.get(id(tensor)), tensor.grad
@@ -224,9 +219,14 @@ class Stream:
         self._waiting.append(gradient)
         self._elements += param.elements
         param.tensor.grad = None
-        if len(step.taken) == len(connection.params):
+        if self._elements >= self._enough or self._unit <= step.taken:
+            self._end_group()
+
+    def _end_group(self) -> None:
+        """Sends the group. Ends the micro-step if no gradient is missing."""
+        if len(self._step.taken) == len(self._by_tensor):
             self._end_micro_step()
-        elif self._elements >= self._enough or self._unit <= step.taken:
+        else:
             self._leave_together()
 
     def _leave_together(self, *, is_last: bool = False) -> None:
@@ -250,7 +250,7 @@ class Stream:
         """Checks the gradients that wait, and gives them to the group."""
         if not self._waiting:
             return
-        if connection.weights.awaited:
+        if connection.weights.awaited or any(map(_requires_grad, self._waiting)):
             for param, gradient in zip(self._params, self._waiting, strict=True):
                 _check(connection, param, gradient)
         first = self._params[0].index
@@ -295,7 +295,7 @@ class Stream:
         """
         optimizer, step = self._optimizer(), self._step
         assert optimizer is not None
-        step.has_ended = False  # flush() gives up a step that is refused or interrupted from here on
+        step.running.add(-1)  # flush() gives up a step that is refused or interrupted from here on
         if optimizer._connection is not None:
             _params.check_unchanged([], optimizer._frozen)
         self._take_left(optimizer)

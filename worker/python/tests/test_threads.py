@@ -1,0 +1,105 @@
+"""Backward passes of several threads at once in streaming mode, as of a model on several devices."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from models import same_bits
+from torch import nn
+
+import longshore
+
+
+@pytest.fixture(autouse=True)
+def switches() -> Iterator[None]:
+    """Switches between threads at almost every instruction."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Towers(nn.ModuleList):
+    """Two models without a common parameter. A tower sends several groups of gradients."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)), nn.Linear(8, 20_000)) for _ in range(2))
+
+    def backward(self, tower: int, batch: int) -> None:
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
+        self[tower](inputs).square().mean().backward()
+
+
+def at_once(*acts: Callable[[], None]) -> None:
+    """Runs functions on threads that start together."""
+    start = threading.Barrier(len(acts))
+
+    def run(act: Callable[[], None]) -> None:
+        start.wait()
+        act()
+
+    with ThreadPoolExecutor(len(acts), initializer=lambda: torch.set_num_threads(1)) as pool:
+        for result in [pool.submit(run, act) for act in acts]:
+            result.result()
+
+
+def in_turn(*acts: Callable[[], None]) -> None:
+    for act in acts:
+        act()
+
+
+def trained(run: Callable[..., None], accumulate: int) -> Towers:
+    model = Towers()
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True, accumulate=accumulate)
+    for batch in range(20):
+        for part in range(accumulate):
+            run(*(lambda tower=tower: model.backward(tower, accumulate * batch + part) for tower in range(2)))
+        optimizer.step()
+    assert optimizer.flush() == 20
+    optimizer.close()
+    return model
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_backwards_at_once_give_the_bits_of_one_after_the_other(accumulate: int) -> None:
+    expected = trained(in_turn, accumulate)
+    for _ in range(5):
+        assert same_bits(expected, trained(at_once, accumulate))
+
+
+class Interrupted(torch.autograd.Function):
+    """Runs something within a backward pass, and interrupts the pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        ctx.act()
+        raise KeyboardInterrupt
+
+
+def test_flush_gives_up_a_backward_that_another_one_outlives() -> None:
+    models = []
+    for is_interrupted in (False, True):
+        model = Towers()
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+        optimizer.open()
+        if is_interrupted:
+            hidden = Interrupted.apply(model[0][:-1](torch.ones(4, 8)), lambda: at_once(lambda: model.backward(1, 0)))
+            with pytest.raises(KeyboardInterrupt):
+                model[0][-1](hidden).sum().backward()
+            optimizer.flush()
+        in_turn(*(lambda tower=tower: model.backward(tower, 0) for tower in range(2)))
+        optimizer.step()
+        assert optimizer.flush() == 1
+        optimizer.close()
+        models.append(model)
+    assert same_bits(*models)
