@@ -101,6 +101,24 @@ def test_gradients_that_somebody_puts_there_leave_in_the_step() -> None:
     assert same_bits(safe, streamed)
 
 
+@pytest.mark.parametrize("others_have_gradients", [False, True])
+def test_a_gradient_beside_one_that_has_left_is_of_another_pass(others_have_gradients: bool) -> None:
+    (once, _), (twice, _), (expected, _) = models = [[nn.Parameter(torch.ones(4)) for _ in range(2)] for _ in range(3)]
+    ours = [longshore.SGD(weights, lr=1.0, streaming=True, accumulate=passes) for passes, weights in enumerate(models[:2], 1)]
+    for weights in models:
+        sum(weight.sum() for weight in weights[: 1 + others_have_gradients]).backward()
+    for weight in (once, twice):
+        weight.grad = torch.full((4,), 2.0)
+    with pytest.raises(errors.GradientError, match=r"param0\.grad is of backward pass 2 of this step"):
+        ours[0].step()
+    ours[0].zero_grad()
+    assert once.grad is None and once.equal(torch.ones(4))
+    expected.grad += 2.0
+    torch.optim.SGD(models[2], lr=1.0).step()
+    ours[1].step()
+    assert all(map(torch.equal, models[1], models[2]))
+
+
 def test_a_grad_scaler_and_streaming_are_refused() -> None:
     model, _ = pair("mlp")
     optimizer = longshore.AdamW(model.named_parameters(), streaming=True)

@@ -284,8 +284,7 @@ class Stream:
                 return
             left = [tensor for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None and tensor.numel()]
         for tensor in left:
-            if id(tensor) not in self._by_tensor or self._by_tensor[id(tensor)].index not in self._step.taken:
-                self._take(tensor)
+            self._take(tensor)
 
     def finish(self) -> bool:
         """Ends the step's gradients. Returns whether there were any.
