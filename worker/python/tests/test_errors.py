@@ -1,6 +1,8 @@
 """Each mistake gives an error that names the parameter and the remedy, and changes nothing."""
 
+import copy
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -284,6 +286,29 @@ def test_nadam_refuses_a_momentum_that_changes() -> None:
         optimizer.param_groups[1][name] = right
     train(model, optimizer, range(1, 2))
     assert optimizer.flush() == 2
+
+
+def test_nadam_compares_its_momentum_with_the_loaded_one(tmp_path: pathlib.Path) -> None:
+    """Another momentum may begin before the first step. A return to before that step allows a third one."""
+    model, _ = pair("mlp")
+    with longshore.Server(checkpoint_dir=tmp_path) as server:
+        options: dict[str, Any] = {"lr": 1e-3, "servers": server, "job": "nadam"}
+        with longshore.NAdam(model.named_parameters(), betas=(0.8, 0.999), **options) as optimizer:
+            states = []
+            for version in range(2):
+                optimizer.checkpoint(f"at-{version}")
+                states.append(copy.deepcopy(optimizer.state_dict()))
+                train(model, optimizer, range(1))
+            for version, beta1 in ((1, 0.8), (0, 0.7)):
+                optimizer.load_state_dict(states[version])
+                optimizer.param_groups[0]["betas"] = (beta1, 0.999)
+                train(model, optimizer, range(2))
+        again = longshore.NAdam(model.named_parameters(), **options)
+        again.load_state_dict(states[1])
+        again.param_groups[0]["betas"] = (0.7, 0.999)
+        with pytest.raises(errors.InvalidError, match=r"must be 0\.8, as in the steps before"):
+            train(model, again, range(1))
+        again.close()
 
 
 def test_a_server_that_was_never_there() -> None:

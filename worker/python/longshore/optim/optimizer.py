@@ -61,7 +61,7 @@ class Optimizer(Stepping, Stateful):
         self._groups: Groups | None = None
         #: The groups' hyperparameters as they were given.
         self._first_hypers: list[Hyper] = []
-        #: The values of ``_lasting`` in each group of the steps made here; empty before the first.
+        #: The values of ``_lasting`` in each group of the last step, made here or loaded; empty before the first.
         self._kept: list[list[float]] = []
         self._stream: Stream | None = None
         #: Source of weights once the model is in units.
@@ -134,6 +134,9 @@ class Optimizer(Stepping, Stateful):
         for name in Hyper.__slots__:
             if not math.isfinite(getattr(hyper, name)):
                 raise invalid(name, getattr(hyper, name), "finite", "look at the scheduler, and call step() again with a number")
+
+    def _lasting_values(self) -> list[list[float]]:
+        return [[getattr(self._hyper(group), name) for name in self._lasting] for group in self._groups_of_job()]
 
     def _check_kept(self, groups: list[list[float]]) -> None:
         """Refuses values that differ from those of earlier steps, although the rule's state follows from them and the step count."""
@@ -333,7 +336,7 @@ class Optimizer(Stepping, Stateful):
                 loss = closure()
         for group in self.param_groups:
             self._check_group(group)
-        kept = [[getattr(self._hyper(group), name) for name in self._lasting] for group in self._groups_of_job()]
+        kept = self._lasting_values()
         self._check_kept(kept)
         if not self.has_begun:
             self.check_model()

@@ -211,7 +211,10 @@ class Stateful(Connected):
     #: True to warn once that a handle ends with this process. An adapter that saves the full state sets False.
     warns_of_handles: bool = True
 
+    _kept: list[list[float]]
+
     flush: Callable[[], int]
+    _lasting_values: Callable[[], list[list[float]]]
     _check_unused: Callable[[], None]
     _guard_clipping: Callable[[], None]
     _check_hyper: Callable[[dict[str, Any]], None]
@@ -562,3 +565,4 @@ class Stateful(Connected):
                 if isinstance(loaded, Tensor) and loaded > self._applied:
                     self._applied.copy_(loaded)
                 self.state[tensor] = {"step": self._applied}
+        self._kept = self._lasting_values() if self._applied else []
