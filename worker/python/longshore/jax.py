@@ -149,6 +149,10 @@ class Client:
         self.commit(hyper)
         return self.pull()
 
+    def zero_grad(self) -> None:
+        """Drops the gradients pushed since the last commit, as :meth:`longshore.Client.zero_grad` does."""
+        self._inner.zero_grad()
+
     def flush(self) -> Tree:
         """Waits until every step is decided.
 
@@ -201,9 +205,8 @@ class _Remote:
         self._decays = decays
         self._options = options
         self._client: Client | None = None
-        #: Number of updates that make a step, and number done in the current step.
+        #: Number of updates that make a step.
         self.accumulate = options.get("accumulate", 1)
-        self._pushed = 0
         #: Some elements of the last update's parameters; None before the first.
         self._given: list[np.ndarray[Any, Any]] | None = None
         self.error: Exception | None = None
@@ -235,12 +238,12 @@ class _Remote:
             self._client = None
         decays = self._decays(params) if callable(self._decays) else self._decays
         self._client = Client(params, self._hyper, decays=decays, **self._options)
-        self._pushed, self._given = 0, None
+        self._given = None
         return np.asarray(self._client.client.step * self.accumulate, np.int32)
 
     def step(self, like: Tree, gradients: Tree, count: Any, seen: list[Any], lr: Any) -> Tree:
         found = self.opened()
-        done = found.client.step * self.accumulate + self._pushed
+        done = found.client.step * self.accumulate + found.client._micro_steps
         if int(count) != done:
             raise invalid(
                 "state.count",
@@ -252,11 +255,9 @@ class _Remote:
             )
         self._check(seen)
         found.push(gradients, 1 / self.accumulate)
-        self._pushed += 1
-        if self._pushed < self.accumulate:
+        if found.client._micro_steps < self.accumulate:
             # The caller ignores these values: its difference is 0 until a step is made.
             return jax.tree_util.tree_map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-        self._pushed = 0
         found.commit(replace(self._hyper, lr=float(lr)))
         pulled = list(found.client.pull().values())
         self._given = [np.array(some) for some in _some(pulled)]

@@ -43,9 +43,8 @@ pub(crate) struct Training {
 }
 
 const BROKEN: Misuse = Misuse(
-    "this step was interrupted while its gradients were leaving: call optimizer.flush() and zero_grad(), and compute it \
-     again. A client, or a rank of several, is built again with the same servers and job, and goes on from the last whole \
-     step",
+    "this step was interrupted while its gradients were leaving: call flush() and zero_grad(), and compute it again. A rank \
+     of several is built again with the same servers and job, and goes on from the last whole step",
 );
 
 const NOT_BEGUN: Misuse = Misuse("no step has begun: call begin_step first");

@@ -1,5 +1,6 @@
 """An exception interrupts a step in streaming mode, after some of its gradients have left for the servers."""
 
+import contextlib
 import linecache
 import sys
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import engine_of, same_bits, train_engine
@@ -212,13 +214,58 @@ def test_a_step_may_be_interrupted_at_any_line(options: dict[str, Any]) -> None:
     assert same_bits(whole, model)
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"delay": 1, "warmup_steps": 2}], ids=str)
+def test_a_clients_step_may_be_interrupted_at_any_line(options: dict[str, Any]) -> None:
+    """Giving a step up may be interrupted, too."""
+
+    def step(client: longshore.Client) -> None:
+        weights = client.pull()
+        for part in range(options.get("accumulate", 1)):
+            for name, weight in weights.items():
+                client.push({name: weight + client.step + part})
+        client.commit()
+
+    first = {name: np.ones(4, np.float32) for name in "ab"}
+    disturbed, whole = (longshore.Client(first, longshore.Hyper(lr=1e-2), **options) for _ in range(2))
+    line, is_interrupted = 0, True
+    while is_interrupted:
+        line += 1
+        try:
+            with AtLine(line):
+                step(disturbed)
+                is_interrupted = False
+        except KeyboardInterrupt:
+            with contextlib.suppress(KeyboardInterrupt), AtLine(line % 20 + 1):
+                disturbed.zero_grad()
+            disturbed.zero_grad()
+    assert line > 60
+    for _ in range(disturbed.step):
+        step(whole)
+    assert disturbed.state_hash() == whole.state_hash()
+    disturbed.flush()
+    whole.flush()
+    assert all(map(np.array_equal, disturbed.pull().values(), whole.pull().values()))
+
+
+def test_a_client_of_several_ranks_gives_no_step_up(servers: str) -> None:
+    gradient = np.ones(4, np.float32)
+    with longshore.Client({"a": gradient}, longshore.Hyper(lr=1e-3), servers=servers, job="two", rank=0, world_size=2) as client:
+        client.zero_grad()  # nothing has left
+        client.push({"a": gradient})
+        with pytest.raises(errors.UsageError, match="end all ranks and start them again"):
+            client.zero_grad()
+
+
 def test_a_push_that_an_interrupt_hid_says_how_to_go_on() -> None:
     gradient = torch.ones(4).numpy()
     with longshore.Client({"a": gradient, "b": gradient}, hyper=longshore.Hyper(lr=1e-3)) as client:
         client.push({"a": gradient})
         client._pushed.clear()  # as if Ctrl-C had come between the push and its note
-        with pytest.raises(errors.UsageError, match=r"interrupted.*flush\(\) and zero_grad\(\), and compute it again. A client"):
+        with pytest.raises(errors.UsageError, match=r"interrupted.*flush\(\) and zero_grad\(\), and compute it again"):
             client.push({"a": gradient})
+        client.zero_grad()
+        client.push({"a": gradient})
+        assert client.commit() == 1
 
 
 @pytest.mark.parametrize("is_in_units", [False, True])

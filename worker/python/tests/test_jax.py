@@ -228,6 +228,28 @@ def chained(behind: Any, **options: Any) -> Tree:
     return params
 
 
+def test_zero_grad_of_the_client_gives_an_interrupted_update_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    results = []
+    for is_interrupted in (False, True):
+        optimizer, params = longshore.jax.adamw(1e-2, accumulate=2), init()
+        state = optimizer.init(params)
+        if is_interrupted:
+            _, after = optimizer.update(gradient(params, batch(9)), state, params)
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(longshore.Client, "commit", interrupted)
+                optimizer.update(gradient(params, batch(9)), after, params)
+            optimizer.client.zero_grad()
+        for number in range(4):
+            updates, state = optimizer.update(gradient(params, batch(number)), state, params)
+            params = optax.apply_updates(params, updates)
+        assert optimizer.client.client.step == 2
+        results.append(params)
+    assert same_bits(*results)
+
+
 def test_what_changes_updates_behind_it_is_refused_in_the_next_step() -> None:
     for behind in (optax.scale(0.5), optax.keep_params_nonnegative()):
         with pytest.raises(errors.UsageError, match="params is other than what the last update gave"):

@@ -115,20 +115,28 @@ class Client:
         #: Parameters pushed in this micro-step, and number of complete micro-steps.
         self._pushed: set[int] = set()
         self._micro_steps = 0
+        #: True from a step's first push to the end of its commit, also of interrupted calls.
+        self._has_begun = False
+        #: The version that the next step computes with, while a step is given up.
+        self._held: int | None = None
         #: Report of the newest decided step; None before the first.
         self.last_report: StepReport | None = None
         name = self._options.job or _job.new_job_name("client")
-        settings = _job.settings(self._options, name, rule, self._params, self._hyper)
-        self._name = settings.job
-        self._job = _longshore.Job(settings)
+        self._settings = _job.settings(self._options, name, rule, self._params, self._hyper)
+        self._name = self._settings.job
+        self._job = self._connected()
         #: The last committed step, and the last pulled version.
         self._step, _ = self._job.start([] if pieces else _places(self._params, arrays), pieces=pieces)
-        self._record = _job.Record(settings)
+        self._record = _job.Record(self._settings)
         self._record.warn_of_others(self._job)
         self._version = self._step
-        self._finalizer = weakref.finalize(self, _closed, self._job, self._options.servers is None)
+
+    def _connected(self) -> Any:
+        job = _longshore.Job(self._settings)
+        self._finalizer = weakref.finalize(self, _closed, job, self._options.servers is None)
         # At the interpreter's end the process ends the job of an embedded server; any other job goes on.
         self._finalizer.atexit = False
+        return job
 
     @property
     def job(self) -> str:
@@ -169,6 +177,7 @@ class Client:
             _arrays.check_like(f"gradient of {name}", array, param.shape)
             taken.append((param, array))
         self._check_pushed(param for param, _ in taken)
+        self._has_begun = True
         self._job.begin_step()
         self._job.push([(param.index, array.address, param.elements, array.wire) for param, array in taken], float(scale))
         self._pushed.update(param.index for param, _ in taken)
@@ -183,7 +192,8 @@ class Client:
                     f"gradient of {param.name}",
                     "pushed again" if param.index in self._pushed else f"of micro-step {self._micro_steps + 1} of this step",
                     f"one of {accumulate} in a step",
-                    "commit first, or pass accumulate= with the number of gradients that add up to a step",
+                    "commit first, pass accumulate= with the number of gradients that add up to a step, or call zero_grad() where a step was "
+                    "interrupted",
                     GradientError,
                 )
 
@@ -210,10 +220,37 @@ class Client:
         hypers = self._hyper if hyper is None else self._each(hyper)
         self._complete()
         self._step = self._job.commit(hypers, self._record.data)
-        self._micro_steps = 0
+        self._micro_steps, self._has_begun = 0, False
         self._record.check_rank(self._job)
         self._report()
         return self._step
+
+    def zero_grad(self) -> None:
+        """Drops the gradients pushed since the last commit, for example after an interrupt: the next push begins the step anew. An
+        interrupted commit may have made its step, which :attr:`step` and :meth:`pull` tell afterwards. After an error or an interrupt the
+        caller may call this again.
+
+        Raises:
+            UsageError: with several ranks, which wait for each other's gradients.
+        """
+        if not self._has_begun:
+            return
+        if self._options.place()[1] > 1:
+            raise UsageError(
+                "gradients of this step have left, and other ranks wait for it: end all ranks and start them again, and they go on from the last "
+                "step"
+            )
+        if self._held is None:
+            unread = self._job.unread_weights()
+            self._held = self._version if unread is None else unread
+        self._job.close(False)
+        self._finalizer.detach()
+        self._job = self._connected()
+        self._step, _ = self._job.start([], found=True)
+        if self._job.unread_weights() != self._held:  # a delayed job's step after a flush
+            self._job.drain()
+        self._pushed.clear()
+        self._micro_steps, self._has_begun, self._held = 0, False, None
 
     def _complete(self) -> None:
         """Ends the current micro-step, and adds the micro-steps that the step lacks."""
@@ -269,7 +306,7 @@ class Client:
 
     def flush(self) -> int:
         """Waits until every step is decided. The next :meth:`pull` gives the newest weights, also with ``delay=1``, and the next step
-        computes with these. Call it before an evaluation, and after an interrupted call.
+        computes with these. Call it before an evaluation.
 
         Returns:
             The version of these weights.
