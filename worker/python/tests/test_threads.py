@@ -4,14 +4,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerator import Layers, Simulated, on
 from models import same_bits
 from torch import nn
 
 import longshore
+from longshore.transfer.device import Accelerator
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +106,43 @@ def test_flush_gives_up_a_backward_that_another_one_outlives() -> None:
         optimizer.close()
         models.append(model)
     assert same_bits(*models)
+
+
+def test_a_copy_leaves_the_current_device_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's ``set_stream`` changes the current device, and programs name devices as "cuda"."""
+    other = SimpleNamespace(device=1)
+    current: dict[Any, Any] = {"device": 0, 1: SimpleNamespace(device=1)}
+    before = dict(current)
+
+    def set_stream(stream: Any) -> None:
+        current.update({"device": stream.device, stream.device: stream})
+
+    calls = {
+        "current_device_index": lambda: current["device"],
+        "set_device_index": lambda index: current.update(device=index),
+        "current_stream": current.__getitem__,
+        "set_stream": set_stream,
+    }
+    for name, call in calls.items():
+        monkeypatch.setattr(torch.accelerator, name, call)
+    seen: list[Any] = []
+    Accelerator().run(other, lambda: seen.append(dict(current)), [])
+    with pytest.raises(KeyboardInterrupt):
+        Accelerator().run(other, interrupted, [])
+    assert seen == [{**before, "device": 1, 1: other}]
+    assert current == before
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_model_on_several_devices_is_not_cut_into_units() -> None:
+    device = Simulated(0)
+    with on(device):
+        model = Layers(device)
+        model.layers[1].bias = nn.Parameter(torch.zeros(model.width))
+        optimizer = longshore.AdamW(model.named_parameters(), streaming=True)
+        with pytest.raises(longshore.errors.UsageError, match=r"layers\.1\.bias is on cpu.*as layers\.0\.weight: pass device="):
+            longshore.shard(model, optimizer, "1GB")
+        optimizer.close()

@@ -116,10 +116,11 @@ def shard(
     connection.weights.settle()
     _check_written(connection, is_gathered, was_open)
     members = _model.members(model, connection.params, connection.frozen())
-    whole = _budget(budget, members, device)
+    target = _target(members, device)
+    whole = _budget(budget, target)
     rounds = None
     if is_gathered:
-        rounds = Rounds(_target(members, device))
+        rounds = Rounds(target)
         whole = rounds.least(whole) if budget is None else whole
     resting = sum(p.numel() * p.element_size() for p in model.parameters()) - sum(member.nbytes for member in members)
     # A module's share of a tied weight's gradient is held until the other modules' shares are added.
@@ -172,10 +173,9 @@ def _check(model: nn.Module, optimizer: Any) -> None:
             raise invalid(name, "sharded (DTensor)", "whole with shard()", remedy, UsageError)
 
 
-def _budget(given: int | str | None, members: list[Member], device: torch.device | str | None) -> int | None:
+def _budget(given: int | str | None, target: torch.device) -> int | None:
     if given is not None:
         return _model.budget(given)
-    target = _target(members, device)
     if target.type == "cpu":
         raise invalid("budget", None, "given on a CPU", "say how many bytes weights and gradients may take")
     free, _ = torch.accelerator.get_memory_info(target)
@@ -183,7 +183,17 @@ def _budget(given: int | str | None, members: list[Member], device: torch.device
 
 
 def _target(members: list[Member], device: torch.device | str | None) -> torch.device:
-    return torch.device(device) if device is not None else members[0].tensor.device
+    """Returns where the model trains. Autograd has a thread for each device, and units are pinned for the nodes of one thread."""
+    if device is not None:
+        return torch.device(device)
+    first = members[0].tensor
+    for member in members:
+        found = member.tensor
+        if (found.device, _device.accelerator.has(found)) != (first.device, _device.accelerator.has(first)):
+            limit = f"on {first.device}, as {members[0].name}"
+            remedy = "pass device=, or train a model of several devices without shard()"
+            raise invalid(member.name, f"on {found.device}", limit, remedy, UsageError)
+    return first.device
 
 
 def _is_on_device(members: list[Member], device: torch.device | str | None) -> bool:

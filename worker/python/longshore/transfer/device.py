@@ -108,12 +108,13 @@ class Accelerator:
 
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
         """Enqueues the torch operations of ``act(*tensors)`` on the stream. The tensors must stay until an event after it is done."""
-        before = torch.accelerator.current_stream(stream.device)
-        torch.accelerator.set_stream(stream)
+        index, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)  # makes the stream's device the current one, too
         try:
             act(*tensors)
         finally:
             torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(index)
 
     def all_gather(self, whole: Tensor, own: Tensor, group: Any) -> Any:
         """Begins a collective on the process group's stream, behind this thread's stream. ``whole`` gets all ranks' ``own``, which may be a

@@ -378,8 +378,9 @@ class Residency:
             with self.saving():
                 yield
         finally:
-            for unit in units:
-                unit.pins -= 1
+            with self._lock:
+                for unit in units:
+                    unit.pins -= 1
 
     def give(self, member: Member) -> None:
         """Makes a member resident for backward's running node, until that node has run."""
