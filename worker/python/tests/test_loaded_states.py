@@ -144,6 +144,36 @@ def test_a_delayed_job_goes_back_to_the_version_that_its_parameters_have(tmp_pat
     assert same_bits(ours, undisturbed)
 
 
+def test_a_handle_of_steps_that_were_given_up_is_no_handle_of_later_steps(tmp_path: Path) -> None:
+    """Steps after a return have the numbers of those that it gave up."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+
+    def step(gradient: float) -> dict[str, Any]:
+        weight.grad = torch.full((4,), -gradient)
+        optimizer.step()
+        return copy.deepcopy(optimizer.state_dict())
+
+    with longshore.Server(checkpoint_dir=tmp_path) as server:
+        optimizer = longshore.SGD([weight], lr=1.0, servers=server, job="given-up")
+        step(1.0)
+        optimizer.checkpoint("one")
+        one, unwritten = copy.deepcopy(optimizer.state_dict()), step(10.0)
+        three = step(100.0)
+        optimizer.checkpoint("three")
+        step(1000.0)
+        optimizer.load_state_dict(one)
+        mine = step(2.0)
+        optimizer.load_state_dict(mine)
+        with pytest.raises(errors.StateError, match=r"version'\] is 2, but must be of steps that no return has given up"):
+            optimizer.load_state_dict(unwritten)
+        assert (optimizer.version, weight[0]) == (2, 3.0)
+        step(20.0)
+        with pytest.warns(UserWarning, match="goes back from version 3 to 3"):
+            optimizer.load_state_dict(three)
+        assert (optimizer.version, weight[0]) == (3, 111.0)
+        optimizer.close()
+
+
 def test_a_handle_that_has_lost_its_job_is_refused() -> None:
     """A flattened state has the fields of torch's own optimizers alone. A new job would take this for a state before the first step."""
     ours, other = pair("mlp")

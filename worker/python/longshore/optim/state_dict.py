@@ -29,13 +29,15 @@ KEY = "longshore"
 _FORMAT = 1
 
 
-def handle(job: str, version: int, made: int, rule: str, fingerprint: str | None) -> dict[str, Any]:
+def handle(job: str, version: int, made: int, rule: str, fingerprint: str | None, returns: int = 0) -> dict[str, Any]:
     """Returns the dictionary that names a version of a job. The parameters' fingerprint is known once the job is open.
 
     Args:
         made: number of steps made. A delayed job may have made more than ``version``; the handle notes the number then.
+        returns: number of the process's returns to a checkpoint so far. Each may give up steps, and their numbers come again.
     """
     found = {"format": _FORMAT, "job": job, "version": version, "rule": rule, "fingerprint": fingerprint}
+    found |= {"returns": returns} if returns else {}
     return found if made == version else {**found, "made": made}
 
 
@@ -126,14 +128,18 @@ def check(given: dict[str, Any], mine: dict[str, Any]) -> None:
                 StateError,
             )
     if theirs["version"] != mine["version"] or steps_made(theirs) < steps_made(mine):
-        raise invalid(
-            "state_dict['longshore']['version']",
-            theirs["version"],
-            f"{steps_made(mine)}, which the servers have",
-            "go on from the servers' version, or load a state of whose version the servers have a checkpoint: "
-            "optimizer.checkpoint() writes one where a server has a folder for them (--checkpoint-dir)",
-            StateError,
-        )
+        raise _no_checkpoint(theirs["version"], f"{steps_made(mine)}, which the servers have")
+
+
+def _no_checkpoint(version: Any, limit: str) -> Exception:
+    return invalid(
+        "state_dict['longshore']['version']",
+        version,
+        limit,
+        "go on from the servers' version, or load a state of whose version the servers have a checkpoint: "
+        "optimizer.checkpoint() writes one where a server has a folder for them (--checkpoint-dir)",
+        StateError,
+    )
 
 
 def _wanted(state_dict: dict[str, Any], job: str) -> tuple[int, str | None] | None:
@@ -206,6 +212,8 @@ class Stateful(Connected):
     _table: tuple[list[Param], list[Param]] | None
     #: A version and the name of its checkpoint on the servers.
     _checkpointed: tuple[int, str] | None
+    #: Number of returns to a checkpoint, and the version of the last one.
+    _returns: tuple[int, int] = (0, 0)
     #: Default of ``state_dict(full=)``. A framework's adapter sets it where the servers end with this process.
     saves_all: bool = False
     #: True to warn once that a handle ends with this process. An adapter that saves the full state sets False.
@@ -319,9 +327,11 @@ class Stateful(Connected):
 
     def _go_back(self, state_dict: dict[str, Any]) -> None:
         wanted = _wanted(state_dict, self._job_name)
-        is_other = wanted is not None and self._may_be_other(*wanted)
         if wanted is None:
             return
+        returns, returned_to = self._returns
+        is_given_up = wanted[0] > returned_to and returns not in (0, state_dict[KEY].get("returns", 0))
+        is_other = is_given_up or self._may_be_other(*wanted)
         connection = self._connection
         # A delayed job may have made one more step than its parameters' version says.
         made = steps_made(state_dict[KEY])
@@ -337,6 +347,8 @@ class Stateful(Connected):
         self._check_unused()
         connection, old = self._new_connection(), self._connection
         name = _find(connection, *wanted)
+        if is_given_up and name is None:
+            raise _no_checkpoint(wanted[0], "of steps that no return has given up")
         if name is None:
             return  # check() raises for this next
         _go(connection, old, self._options.place()[0], wanted[0], name)
@@ -348,7 +360,7 @@ class Stateful(Connected):
         self._start(connection, found=True)
         if self.version != wanted[0]:
             self.flush()  # a checkpoint is written after a flush, too
-        self._checkpointed = (wanted[0], name)
+        self._checkpointed, self._returns = (wanted[0], name), (returns + 1, wanted[0])
         self._stream_anew()
 
     # States
@@ -405,7 +417,7 @@ class Stateful(Connected):
 
     def _handle(self, fingerprint: str | None) -> dict[str, Any]:
         made = self._connection.made if self._connection else self.version
-        return handle(self._job_name, self.version, made, self.rule, fingerprint)
+        return handle(self._job_name, self.version, made, self.rule, fingerprint, self._returns[0])
 
     def _full_state(self) -> dict[int, dict[str, Any]]:
         connection = self._opened()
