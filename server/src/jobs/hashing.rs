@@ -33,8 +33,8 @@ pub(crate) struct Hashes {
 
 #[derive(Default)]
 pub(crate) struct Hashing {
-    /// Locked during hashing, so that concurrent callers wait for its result.
-    last: Mutex<Option<Last>>,
+    /// Locked during hashing, also once its caller has gone, so that concurrent callers wait for its result.
+    last: Arc<Mutex<Option<Last>>>,
     asking: AtomicUsize,
 }
 
@@ -77,7 +77,8 @@ impl Hashing {
         take: impl FnOnce() -> Result<Hashes, Fault> + Send + 'static,
     ) -> Result<Hashes, Fault> {
         let (_asking, asked) = (Asking::count(&self.asking), Instant::now());
-        let mut last = timeout_at(deadline, self.last.lock()).await.map_err(|_| late())?;
+        let lock = Arc::clone(&self.last).lock_owned();
+        let mut last = timeout_at(deadline, lock).await.map_err(|_| late())?;
         let is_new = |last: &&Last| last.taken >= asked || last.until > Instant::now();
         if let Some(Last { hashes, until, .. }) = last.as_ref().filter(is_new) {
             if hashes.info.version == current() {
@@ -87,12 +88,15 @@ impl Hashing {
                 sleep_until(deadline.min(*until)).await;
             }
         }
-        let begun = Instant::now();
-        let hashes = spawn_blocking(take).await.map_err(defect)??;
-        let rest = (begun.elapsed() * REST).min(LONGEST_REST);
-        let taken = Instant::now();
-        *last = Some(Last { hashes: hashes.clone(), taken, until: taken + rest });
-        Ok(hashes)
+        let hash = move || {
+            let begun = Instant::now();
+            let hashes = take()?;
+            let taken = Instant::now();
+            let rest = ((taken - begun) * REST).min(LONGEST_REST);
+            *last = Some(Last { hashes: hashes.clone(), taken, until: taken + rest });
+            Ok(hashes)
+        };
+        spawn_blocking(hash).await.map_err(defect)?
     }
 }
 
@@ -152,5 +156,37 @@ mod tests {
             let next = hashing.shared(soon, || Version(1), slow(taken, word)).await.expect("hashes");
             assert_eq!(next.info.version, Version(1));
         });
+    }
+
+    #[tokio::test]
+    async fn a_caller_that_gives_up_leaves_its_hash_to_the_next() {
+        let (hashing, taken) = (Arc::new(Hashing::default()), Arc::new(AtomicUsize::new(0)));
+        let soon = Instant::now() + Duration::from_secs(20);
+        let (say, word) = channel();
+        let ask = |deadline: Instant, word: Receiver<()>| {
+            let (hashing, take) = (Arc::clone(&hashing), slow(Arc::clone(&taken), word));
+            async move { hashing.shared(deadline, || Version(0), take).await }
+        };
+        let first = tokio::spawn(ask(soon, word));
+        while taken.load(Ordering::SeqCst) == 0 {
+            tokio::task::yield_now().await;
+        }
+        first.abort();
+        assert!(first.await.is_err());
+        let late = ask(Instant::now(), channel().1).await.err();
+        assert_eq!(
+            late.map(|fault| fault.kind),
+            Some(FaultKind::Deadline),
+            "no second hash beside the first"
+        );
+        let mut next = std::pin::pin!(ask(soon, channel().1));
+        tokio::select! {
+            biased;
+            _ = next.as_mut() => panic!("the first hash goes on"),
+            () = std::future::ready(()) => {}
+        }
+        say.send(()).expect("the first hash goes on");
+        assert!(next.await.is_ok());
+        assert_eq!(taken.load(Ordering::SeqCst), 1);
     }
 }
