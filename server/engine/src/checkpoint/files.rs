@@ -15,7 +15,7 @@ use std::{
 
 use longshore_proto::Fault;
 use rustix::{
-    fs::{FallocateFlags, fallocate},
+    fs::{FallocateFlags, FlockOperation, fallocate, flock},
     io::Errno,
 };
 
@@ -28,7 +28,7 @@ const MOST_TRIES: u32 = 1000;
 const TEMPORARY: &str = ".tmp-";
 
 /// A file under a temporary name. A draft dropped without [`Draft::publish`] leaves nothing behind, and takes
-/// its folder with it if that is empty.
+/// its folder with it if that is empty. Until then the file is locked.
 pub(super) struct Draft {
     pub(super) file: Arc<File>,
     temporary: PathBuf,
@@ -38,13 +38,10 @@ pub(super) struct Draft {
 }
 
 impl Draft {
-    pub(super) fn create(target: PathBuf) -> Result<Draft, Fault> {
-        static COUNTER: AtomicU64 = AtomicU64::new(0);
-        // Servers of several containers may share the folder, each as process 1.
-        static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
-        let unique = format!("{TEMPORARY}{:x}-{}", *PROCESS, COUNTER.fetch_add(1, Ordering::Relaxed));
+    /// `sequence` is that of the checkpoint.
+    pub(super) fn create(target: PathBuf, sequence: u64) -> Result<Draft, Fault> {
         let mut temporary = target.clone().into_os_string();
-        temporary.push(unique);
+        temporary.push(format!("{TEMPORARY}{sequence}-{}", unique()));
         let temporary = PathBuf::from(temporary);
         let folder = parent(&target);
         // Weights are as private as the training data.
@@ -63,6 +60,8 @@ impl Draft {
                 opened => break Arc::new(opened.map_err(io("create", &temporary))?),
             }
         };
+        // A file system without locks keeps the drafts of a killed server.
+        let _ = flock(&file, FlockOperation::NonBlockingLockExclusive);
         let draft = Draft { file, temporary, target, settled: AtomicBool::new(false) };
         // The folders stay now. A crash must not take their names from a file that was flushed.
         missing.iter().try_for_each(|folder| sync_folder(parent(folder)))?;
@@ -113,8 +112,8 @@ impl Drop for Draft {
     }
 }
 
-pub(super) fn publish(target: PathBuf, bytes: &[u8]) -> Result<(), Fault> {
-    let draft = Draft::create(target)?;
+pub(super) fn publish(target: PathBuf, sequence: u64, bytes: &[u8]) -> Result<(), Fault> {
+    let draft = Draft::create(target, sequence)?;
     (&*draft.file).write_all(bytes).map_err(io("write", draft.path()))?;
     draft.publish()
 }
@@ -123,6 +122,24 @@ pub(super) fn publish(target: PathBuf, bytes: &[u8]) -> Result<(), Fault> {
 pub(super) fn remove_empty(folder: &Path) {
     // The system refuses to remove a folder that is not empty.
     let _ = fs::remove_dir(folder).and_then(|()| fs::remove_dir(parent(folder)));
+}
+
+/// Returns a suffix that no other process and no other call has.
+pub(super) fn unique() -> String {
+    static COUNTER: AtomicU64 = AtomicU64::new(0);
+    // Servers of several containers may share the folder, each as process 1.
+    static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
+    format!("{:x}-{}", *PROCESS, COUNTER.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Returns the sequence of a draft whose process has ended. None for any other file, and where the file system has no locks.
+pub(super) fn abandoned(path: &Path) -> Option<u64> {
+    let (_, unique) = path.file_name()?.to_str()?.rsplit_once(TEMPORARY)?;
+    let [sequence, _, _] = unique.split('-').collect::<Vec<_>>().try_into().ok()?;
+    // NFS locks only files that are open for writing.
+    let file = OpenOptions::new().write(true).open(path).ok()?;
+    flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
+    sequence.parse().ok()
 }
 
 /// Removes a killed server's earlier attempts at this file. Only this file's writer may call it.
@@ -148,7 +165,7 @@ fn missing_folders(path: &Path) -> Vec<PathBuf> {
     above.map(Path::to_path_buf).collect()
 }
 
-fn parent(path: &Path) -> &Path {
+pub(super) fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
@@ -164,7 +181,7 @@ mod tests {
     #[test]
     fn a_reservation_that_does_not_fit_leaves_nothing_behind() {
         let root = tempfile::tempdir().unwrap();
-        let draft = Draft::create(root.path().join("job/name/part")).unwrap();
+        let draft = Draft::create(root.path().join("job/name/part"), 1).unwrap();
         let fault = draft.reserve(1 << 62).unwrap_err();
         drop(draft);
         assert_eq!(fault.kind, FaultKind::Exhausted, "{fault}");
@@ -176,8 +193,8 @@ mod tests {
     fn drafts_of_a_killed_server_are_removed() {
         let root = tempfile::tempdir().unwrap();
         let target = root.path().join("part");
-        std::mem::forget(Draft::create(target.clone()).unwrap());
-        publish(root.path().join("other"), b"x").unwrap();
+        std::mem::forget(Draft::create(target.clone(), 1).unwrap());
+        publish(root.path().join("other"), 1, b"x").unwrap();
         remove_drafts(&target);
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
     }
@@ -194,7 +211,7 @@ mod tests {
                     remove_empty(&folder);
                 }
             });
-            let drafts = (0..100).map(|_| Draft::create(folder.join("part")).map(drop));
+            let drafts = (0..100).map(|_| Draft::create(folder.join("part"), 1).map(drop));
             let drafts = drafts.collect::<Result<Vec<()>, Fault>>();
             over.store(true, Ordering::Relaxed);
             drafts.unwrap();

@@ -34,7 +34,7 @@ impl Store {
             let remedy = "name a folder with --checkpoint-dir";
             return Err(Fault::new(FaultKind::Precondition, FIELD, self.dir().display(), "a folder", remedy));
         }
-        let draft = Draft::create(self.probe())?;
+        let draft = Draft::create(self.probe(), 0)?;
         let written = (&*draft.file).write_all(&PROBE_BYTES).and_then(|()| draft.file.sync_all());
         written.map_err(io("write", draft.path()))?;
         free(self.dir())
@@ -54,7 +54,7 @@ impl Store {
                 "free space there, keep fewer checkpoints (--checkpoint-keep), or choose another folder";
             return Err(Fault::new(FaultKind::Exhausted, FIELD, value, limit, remedy));
         }
-        Draft::create(target)?.reserve(bytes)
+        Draft::create(target, 0)?.reserve(bytes)
     }
 
     /// Path of a file in folders of its own, which are removed with it. Neither a job nor another server can

@@ -1,9 +1,9 @@
-//! The removal of old checkpoints, and of parts that were never sealed: another server had no room, or the caller died.
-//! Such parts take as much room as a checkpoint.
+//! The removal of old checkpoints, and of parts that were never sealed: another server had no room, the caller died, or
+//! the server was killed. Such parts take as much room as a checkpoint.
 
 use std::{fs, io::ErrorKind, path::Path};
 
-use longshore_proto::{Fault, FaultKind, JobName};
+use longshore_proto::{Fault, JobName};
 
 use super::{
     Store,
@@ -12,6 +12,9 @@ use super::{
     part::Part,
     seal::{entry_path, is_entry, try_lock},
 };
+
+/// Begins the names of folders whose removal was interrupted. No checkpoint has such a name.
+const REMOVED: &str = ".removed-";
 
 impl Store {
     /// Removes the checkpoints that were sealed first, beyond `keep` (None keeps all), and returns their
@@ -25,7 +28,9 @@ impl Store {
         let excess = (others.len() + 1).saturating_sub(keep.max(1));
         let mut removed = Vec::with_capacity(excess);
         for old in others.into_iter().take(excess) {
-            remove(&self.folder(job, &old.name)?)?;
+            if !remove(&self.folder(job, &old.name)?)? {
+                continue;
+            }
             tracing::info!(%job, name = old.name, version = %old.version, "old checkpoint removed");
             removed.push(old.name);
         }
@@ -52,7 +57,7 @@ impl Store {
             return Ok(());
         }
         let part = folder.join(Part::file_name(server, servers));
-        for path in [entry_path(&part), part] {
+        for path in [part.clone(), entry_path(&part)] {
             gone(fs::remove_file(&path)).map_err(io("remove", &path))?;
         }
         files::remove_empty(&folder);
@@ -71,7 +76,10 @@ impl Store {
             }
             for file in fs::read_dir(folder.path()).into_iter().flatten().flatten() {
                 if is_entry(&file.path()) {
-                    found.extend(read_entry(&file.path()).map(|part| (name.clone(), part)));
+                    // A part is there after its entry.
+                    let part =
+                        read_entry(&file.path()).filter(|part| folder.path().join(&part.file).exists());
+                    found.extend(part.map(|part| (name.clone(), part)));
                 }
             }
         }
@@ -85,8 +93,9 @@ impl Store {
         let newest = self.list(job)?.iter().map(|listed| listed.sequence).max().unwrap_or(0);
         for entry in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
             let folder = entry.path();
-            if is_leftover(&folder, newest) {
-                gone(fs::remove_dir_all(&folder)).map_err(io("remove", &folder))?;
+            if entry.file_name().to_str().is_some_and(|name| name.starts_with(REMOVED)) {
+                clear(&folder);
+            } else if is_leftover(&folder, newest) && remove(&folder)? {
                 tracing::info!(%job, folder = %folder.display(), "unsealed parts removed: a later checkpoint is sealed");
             }
         }
@@ -94,16 +103,23 @@ impl Store {
     }
 }
 
-/// Removes the manifest first: a crash in between leaves an unsealed checkpoint, and never a sealed one without its
-/// parts.
-fn remove(folder: &Path) -> Result<(), Fault> {
-    let manifest = folder.join(manifest::FILE);
-    gone(fs::remove_file(&manifest)).map_err(io("remove", &manifest))?;
-    match files::sync_folder(folder) {
-        Err(fault) if fault.kind == FaultKind::NotFound => return Ok(()),
-        other => other?,
+/// Takes the folder's name away, then removes the folder: a crash in between leaves neither a checkpoint without parts nor
+/// files whose owner is unknown. Returns false while another server seals the checkpoint.
+fn remove(folder: &Path) -> Result<bool, Fault> {
+    let Some(_lock) = try_lock(folder) else { return Ok(false) };
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    let removed = folder.with_file_name(format!("{REMOVED}{name}-{}", files::unique()));
+    gone(fs::rename(folder, &removed)).map_err(io("rename", folder))?;
+    files::sync_folder(files::parent(folder))?;
+    clear(&removed);
+    Ok(true)
+}
+
+/// Removes a folder that has lost its name. The next checkpoint tries again what fails, as files that NFS keeps for a reader.
+fn clear(removed: &Path) {
+    if let Err(error) = gone(fs::remove_dir_all(removed)) {
+        tracing::warn!(folder = %removed.display(), %error, "an old checkpoint takes room still; the next one tries again");
     }
-    gone(fs::remove_dir_all(folder)).map_err(io("remove", folder))
 }
 
 /// Takes a missing file for success, since servers that share a folder prune it at the same time.
@@ -114,24 +130,27 @@ fn gone(result: std::io::Result<()>) -> std::io::Result<()> {
     }
 }
 
-/// Returns true if the folder holds nothing but parts, each with its entry, and all older than `newest`. Any
-/// other file may be a server's unfinished work.
+/// Returns true if the folder holds nothing but entries, parts with their entries and drafts of ended processes, all older
+/// than `newest`. Any other file may be a server's unfinished work, or somebody else's.
 fn is_leftover(folder: &Path, newest: u64) -> bool {
     let Ok(entries) = fs::read_dir(folder) else { return false };
-    let mut parts = 0;
+    let mut found = false;
     for entry in entries {
         let Ok(path) = entry.map(|entry| entry.path()) else { return false };
-        if path.extension().is_some_and(|extension| extension == "safetensors") {
-            let part = read_entry(&entry_path(&path));
-            if part.is_none_or(|part| part.sequence >= newest) {
-                return false;
-            }
-            parts += 1;
-        } else if !is_entry(&path) {
+        let of_entry = |path: &Path| read_entry(path).map(|part| part.sequence);
+        let sequence = if is_entry(&path) {
+            of_entry(&path)
+        } else if path.extension().is_some_and(|extension| extension == "safetensors") {
+            of_entry(&entry_path(&path))
+        } else {
+            files::abandoned(&path)
+        };
+        if sequence.is_none_or(|sequence| sequence >= newest) {
             return false;
         }
+        found = true;
     }
-    parts > 0
+    found
 }
 
 fn read_entry(path: &Path) -> Option<Part> {

@@ -71,7 +71,7 @@ impl Store {
             let remedy = "choose another name; sealed checkpoints are never overwritten";
             return Err(Fault::new(FaultKind::Conflict, "name", name, "not sealed with other parts", remedy));
         }
-        files::publish(path.clone(), &bytes)?;
+        files::publish(path.clone(), manifest.sequence, &bytes)?;
         self.writers.sealed(&folder);
         for part in &manifest.parts {
             // The manifest has them now; a file that stays does no harm.
@@ -92,7 +92,12 @@ impl Store {
         }
         let mut parts = Vec::new();
         for server in 0..servers {
-            let path = entry_path(&folder.join(Part::file_name(server, servers)));
+            let part = folder.join(Part::file_name(server, servers));
+            let path = entry_path(&part);
+            if !part.exists() {
+                // Its entry comes first.
+                return Ok(false);
+            }
             match fs::read_to_string(&path) {
                 Ok(part) => parts.push(part),
                 Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),

@@ -49,7 +49,7 @@ impl Store {
     /// Writes this server's part of checkpoint `name` of the current version, while training goes on. The
     /// version must be `expected` unless that is None. Blocks until the part is on disk; before
     /// [`Store::seal`] there is no checkpoint yet. If the name is sealed already with this very state,
-    /// returns that checkpoint's part. After an error nothing is left behind. The deadline bounds the wait
+    /// returns that checkpoint's part. After an error no part is left behind. The deadline bounds the wait
     /// for updates in progress, not the disk.
     ///
     /// Several authors may ask for one part, which stays until the last of them [gives it up](Store::discard).
@@ -179,7 +179,7 @@ impl Sink {
         for (shard, array, offset) in plan.arrays(largest.images) {
             places[index(shard)].push((array, offset));
         }
-        let draft = Draft::create(target)?;
+        let draft = Draft::create(target, sequence)?;
         draft.reserve(bytes)?;
         let under_way = job.snapshots.begin_part(bytes);
         Ok(Sink { job: Arc::clone(job), under_way, draft, sequence, data_start, shards, places })
@@ -200,9 +200,10 @@ impl Sink {
         let info =
             snapshot.run(deadline, |piece| self.take(piece, layout, &mut hashes[self.index(piece)]))?;
         let part = self.finish(plan, spec, info, &hashes)?;
+        // The entry lies beside the part. A draining server so needs no client to carry it to the others. Its sequence says
+        // when the part is superseded, so a crash must not leave the part alone.
+        files::publish(entry_path(self.draft.path()), self.sequence, part.to_json()?.as_bytes())?;
         self.draft.publish()?;
-        // The entry lies beside the part. A draining server so needs no client to carry it to the others.
-        files::publish(entry_path(self.draft.path()), part.to_json()?.as_bytes())?;
         Ok(part)
     }
 

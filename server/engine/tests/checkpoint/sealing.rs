@@ -351,6 +351,44 @@ fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
     Trained::open(&spec(1, 0), 1).restore(&store, "next").unwrap();
 }
 
+/// A server is killed while it writes a part, publishes it, or removes a checkpoint. Another server writes still.
+#[test]
+fn files_of_a_killed_server_go_with_a_later_checkpoint_and_those_of_others_stay() {
+    let (root, store) = store();
+    let cluster = Trained::after(&spec(1, 0), 2, 1);
+    let folder = |name: &str| root.path().join("run").join(name);
+    let part = |number: u32| format!("server-0000{number}-of-00002.safetensors");
+    for name in ["killed", "published", "alive", "copied"] {
+        cluster.write(&store, name);
+    }
+    let draft = |name: &str| {
+        let draft = folder(name).join(part(2) + ".tmp-1-0-0");
+        fs::rename(folder(name).join(part(2)), &draft).unwrap();
+        draft
+    };
+    draft("killed");
+    fs::remove_file(folder("killed").join("server-00002-of-00002.part.json")).unwrap();
+    // The entry of a part comes before the part.
+    draft("published");
+    assert_eq!(store.seal_if_whole(&run(), "published", 2), Ok(false));
+    assert_eq!(store.unsealed(&run()).iter().filter(|(name, _)| name == "published").count(), 1);
+    let alive = fs::File::open(draft("alive")).unwrap();
+    rustix::fs::flock(&alive, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    fs::remove_file(folder("copied").join("server-00001-of-00002.part.json")).unwrap();
+    fs::create_dir(folder(".removed-old")).unwrap();
+    fs::write(folder(".removed-old").join(part(1)), b"x").unwrap();
+    for (step, name) in [(2, "a"), (3, "b"), (4, "c")] {
+        cluster.step(step);
+        cluster.save(&store, name);
+    }
+    assert_eq!(files(&root.path().join("run")), ["a", "alive", "b", "c", "copied"]);
+    assert_eq!(store.prune(&run(), Some(1), "c").unwrap(), ["a", "b"]);
+    drop(alive);
+    cluster.step(5);
+    cluster.save(&store, "d");
+    assert_eq!(files(&root.path().join("run")), ["c", "copied", "d"]);
+}
+
 /// Each host has its own folder. The same servers need nothing of each other, and others are told which part
 /// they lack.
 #[test]
