@@ -72,6 +72,8 @@ pub(crate) struct Jobs {
     deleted: Mutex<BTreeSet<JobName>>,
     /// Jobs that this server has left, with the addresses of the servers that have them.
     moved: Mutex<BTreeMap<JobName, String>>,
+    /// Held while room for a job is reckoned: seconds for a million shards, on threads that other calls need too.
+    reckoning: Arc<tokio::sync::Mutex<()>>,
 }
 
 /// The most names of deleted jobs, of 128 bytes each.
@@ -166,6 +168,7 @@ impl Jobs {
             is_ending: AtomicBool::new(false),
             deleted: Mutex::default(),
             moved: Mutex::default(),
+            reckoning: Arc::default(),
         };
         (jobs, stored.jobs)
     }
@@ -463,7 +466,9 @@ impl Jobs {
     /// Returns the number of a job's shards for which there is room beside those that are here.
     pub(crate) async fn room(self: Arc<Self>, spec: JobSpec) -> Result<usize, Fault> {
         let layout = spec.validate()?;
+        let reckoning = Arc::clone(&self.reckoning).lock_owned().await;
         blocking(move || {
+            let _reckoning = reckoning;
             let handle = match self.get(spec.name.as_str()) {
                 Ok(handle) => Some(handle),
                 Err(fault) if fault.kind == FaultKind::NotFound => None,

@@ -16,7 +16,7 @@ use crate::{
     lock,
     record::{Joined, Record},
     step::{Awaited, Work},
-    tier::{ImageAge, Storage, without_place_in_tmpfs},
+    tier::{ImageAge, without_place_in_tmpfs},
 };
 
 /// Numbers of the images among the arrays that a handover transfers, after those of the state: that of the version, and
@@ -242,16 +242,7 @@ impl Job {
     /// The memory and space of one shard.
     pub(super) fn bytes_of(&self, owned: OwnedShard) -> Need {
         let (spec, layout) = (&self.share.spec, &self.share.layout);
-        let storage = Storage { spill: self.spill().unwrap_or_default(), ..Storage::default() };
-        let need = Need::of(spec, layout, &[self.share.shard(owned)], &storage);
-        let disk = need.disk - Need::of(spec, layout, &[], &storage).disk;
-        if self.images.are_spilled() {
-            // All shards share what images and gradients take in DRAM.
-            return Need { disk, ..Need::default() };
-        }
-        // All shards on drives share the buffers.
-        let state = if self.tier.behind.is_some() { 0 } else { need.state };
-        Need { transfers: 0, disk, written: 0, buffers: 0, state, ..need }
+        Need::of_shard(spec, layout, self.share.shard(owned), self.images.are_spilled())
     }
 
     /// Returns Some once a shard has the last version that this server makes of it.

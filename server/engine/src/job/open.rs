@@ -28,7 +28,10 @@ use crate::{
     memory::{AllocationError, AtomicWords, Region, SharedFile, Slab},
     step::Machine,
     threads::ThreadPool,
-    tier::{self, Durable, Inputs, Opened, Recovered, Storage, StoreNeed, StoredJob, inspect::Report},
+    tier::{
+        self, Durable, Inputs, Opened, Recovered, Storage, StoreNeed, StoredJob, gradient_bytes,
+        inspect::Report,
+    },
 };
 
 impl Job {
@@ -138,21 +141,12 @@ impl StoredJob {
 
 impl Need {
     pub fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> Need {
-        // Frozen shards have neither images beside their state, nor gradients.
-        let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
-        let elements: u64 = trained.map(|&shard| layout.shard_len(shard)).sum();
-        let slots = spec.gradient_slots() as u64;
         let StoreNeed { state, buffers, disk, written } = tier::need(spec, layout, owned, storage);
         let (contributions, accumulators) = if storage.spills(spec) {
             gradients::spilled::need(spec, layout)
         } else {
-            let wire = spec.gradient_dtype.bytes();
-            owned.iter().fold((0, 0), |(contributions, accumulators), &shard| {
-                let (elements, contributors) = (layout.shard_len(shard), layout.contributors(shard));
-                let sum = if spec.accumulates(contributors) { 4 } else { 0 };
-                let count = contributors.len() as u64;
-                (contributions + elements * wire * slots * count, accumulators + elements * sum * slots)
-            })
+            let gradients = owned.iter().map(|&shard| gradient_bytes(spec, layout, shard));
+            gradients.fold((0, 0), |all, of| (all.0 + of.0, all.1 + of.1))
         };
         let connection =
             CONNECTION_BYTES + if storage.spills(spec) || spec.has_frozen() { SPILLED_PULL_BYTES } else { 0 };
@@ -164,13 +158,30 @@ impl Need {
             images: if storage.spills(spec) {
                 window_need(spec, layout, storage)
             } else {
-                elements * spec.image_dtype.bytes() * 2
+                owned.iter().map(|&shard| image_pair(spec, layout, shard)).sum()
             },
             contributions,
             transfers: u64::from(spec.world_size) * (DATA_CONNECTIONS * connection) as u64,
             accumulators,
         }
     }
+
+    /// Bytes of one more shard beside others. Buffers, tables and connections come once for all shards.
+    pub fn of_shard(spec: &JobSpec, layout: &Layout, shard: ShardId, spills: bool) -> Need {
+        let StoreNeed { state, disk, .. } = tier::shard_need(spec, layout, shard, spills);
+        if spills {
+            // All shards share what images and gradients take in DRAM.
+            return Need { state, disk, ..Need::default() };
+        }
+        let (contributions, accumulators) = gradient_bytes(spec, layout, shard);
+        let images = image_pair(spec, layout, shard);
+        Need { state, disk, images, contributions, accumulators, ..Need::default() }
+    }
+}
+
+/// Bytes of a shard's two images. A frozen shard has none beside its state.
+fn image_pair(spec: &JobSpec, layout: &Layout, shard: ShardId) -> u64 {
+    if layout.is_frozen(shard) { 0 } else { layout.shard_len(shard) * spec.image_dtype.bytes() * 2 }
 }
 
 /// The buffers, by owned shard.

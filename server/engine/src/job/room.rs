@@ -8,6 +8,7 @@ use longshore_proto::{JobSpec, Layout, ShardId};
 use super::Job;
 use crate::{
     admission::Need,
+    ids::OwnedShard,
     lock,
     tier::{self, Storage},
 };
@@ -16,7 +17,8 @@ use crate::{
 pub fn room(spec: &JobSpec, layout: &Layout, storage: &Storage, memory: u64) -> usize {
     let need = |shards: &[ShardId]| Need::of(spec, layout, shards, storage);
     let mut shards: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
-    shards.sort_by_cached_key(|&shard| Reverse(need(&[shard]).total()));
+    let spills = storage.spills(spec);
+    shards.sort_by_cached_key(|&shard| by_bytes(&Need::of_shard(spec, layout, shard, spills)));
     let space = tier::free_space(spec, storage);
     let fits = |&count: &usize| {
         let need = need(&shards[..count]);
@@ -25,22 +27,29 @@ pub fn room(spec: &JobSpec, layout: &Layout, storage: &Storage, memory: u64) -> 
     (1..=shards.len()).collect::<Vec<_>>().partition_point(fits)
 }
 
+/// Order in which the largest shards come first.
+fn by_bytes(need: &Need) -> Reverse<(u64, u64)> {
+    Reverse((need.total(), need.disk))
+}
+
 impl Job {
     /// Returns the number of shards for which this server has room beside those that it holds, whichever they are.
     /// Memory and space of an earlier plan that came to nothing count as free.
     pub fn room(&self, storage: &Storage) -> usize {
         let spec = &self.share.spec;
         let (mut memory, mut space) = (self.reservation.budget().free(), tier::free_space(spec, storage));
-        let (released, machine) = (lock(&self.released), self.protocol.machine());
-        for owned in self.share.all().filter(|owned| !released.contains(owned) && machine.is_unowned(*owned))
-        {
+        let unneeded: Vec<OwnedShard> = {
+            let (released, machine) = (lock(&self.released), self.protocol.machine());
+            let is_unneeded = |owned: &OwnedShard| !released.contains(owned) && machine.is_unowned(*owned);
+            self.share.all().filter(is_unneeded).collect()
+        };
+        for owned in unneeded {
             let need = self.bytes_of(owned);
             memory += need.total();
             space = space.saturating_add(tier::space(spec, &need));
         }
-        drop((released, machine));
         let mut needs: Vec<Need> = self.share.all().map(|owned| self.bytes_of(owned)).collect();
-        needs.sort_by_key(|need| Reverse((need.total(), need.disk)));
+        needs.sort_by_key(by_bytes);
         let fits = |need: &&Need| {
             let left = memory.checked_sub(need.total()).zip(space.checked_sub(tier::space(spec, need)));
             left.map(|left| (memory, space) = left).is_some()

@@ -19,16 +19,30 @@ use crate::{admission::Need, threads::ThreadPool};
 
 /// Returns the need of a job's tier on this server.
 pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> StoreNeed {
-    let state = |&shard: &ShardId| {
-        Shape::of_shard(spec, layout, shard).bytes(layout.shard_len(shard) as usize) as u64
-    };
-    let in_dram = StoreNeed { state: owned.iter().map(state).sum(), ..StoreNeed::default() };
+    let states = owned.iter().map(|&shard| state(spec, layout, shard));
+    let in_dram = StoreNeed { state: states.sum(), ..StoreNeed::default() };
     match spec.tier {
         TierKind::Memory => in_dram,
         // Files in a tmpfs take DRAM.
         TierKind::Shm => StoreNeed { buffers: shm::overhead(spec, layout), ..in_dram },
         TierKind::Nvme => nvme::need(spec, layout, owned, storage),
     }
+}
+
+/// Returns what one more shard takes. Buffers and tables come once for all shards, and resident ones share one limit.
+pub(crate) fn shard_need(spec: &JobSpec, layout: &Layout, shard: ShardId, spills: bool) -> StoreNeed {
+    match spec.tier {
+        TierKind::Memory | TierKind::Shm => {
+            StoreNeed { state: state(spec, layout, shard), ..StoreNeed::default() }
+        }
+        TierKind::Nvme => {
+            StoreNeed { disk: nvme::shard_space(spec, layout, shard, spills), ..StoreNeed::default() }
+        }
+    }
+}
+
+fn state(spec: &JobSpec, layout: &Layout, shard: ShardId) -> u64 {
+    Shape::of_shard(spec, layout, shard).bytes(layout.shard_len(shard) as usize) as u64
 }
 
 /// Returns the part of a need that a job's tier keeps in files.

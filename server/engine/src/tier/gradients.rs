@@ -6,7 +6,7 @@ use std::{
     sync::mpsc::{self, Receiver},
 };
 
-use longshore_proto::Fault;
+use longshore_proto::{Fault, JobSpec, Layout, ShardId};
 
 use super::fault::internal;
 use crate::{
@@ -14,6 +14,14 @@ use crate::{
     io::Direction,
     memory::Region,
 };
+
+/// Returns the bytes that a shard's contributions and its sums take, in all gradient slots.
+pub(crate) fn gradient_bytes(spec: &JobSpec, layout: &Layout, shard: ShardId) -> (u64, u64) {
+    let contributors = layout.contributors(shard);
+    let elements = layout.shard_len(shard) * spec.gradient_slots() as u64;
+    let sum = if spec.accumulates(contributors) { 4 } else { 0 };
+    (elements * spec.gradient_dtype.bytes() * contributors.len() as u64, elements * sum)
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {

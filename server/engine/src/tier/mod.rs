@@ -21,11 +21,12 @@ pub use contract::{
     Durable, ImageAge, ImageStore, Interrupted, KeptMemory, Opened, Recovered, Store, Taken, Tier, Together,
     WriteBehind,
 };
-pub(crate) use factory::format;
+pub(crate) use factory::{format, shard_need};
 pub use factory::{free_space, keeps_buffers, need, open, space};
 pub(crate) use fault::without_place_in_tmpfs;
 pub use folder::Header;
 pub(crate) use folder::places;
+pub(crate) use gradients::gradient_bytes;
 pub use gradients::{GradientId, GradientStore, Kind, Moved, Transfer};
 pub use state::{Guard, Guarded, Shape, StateMut, StateRef, Turn};
 pub use storage::{DEFAULT_BUFFERS, Inputs, Spill, Storage, StoreNeed};

@@ -1,12 +1,15 @@
 //! Jobs that a server must not open: names, specs, placements and budgets.
 
-use std::cmp::Reverse;
+use std::{
+    cmp::Reverse,
+    time::{Duration, Instant},
+};
 
 use longshore_engine::{
     admission::{Budget, Need},
     job::{Job, room},
     kernels::Isa,
-    tier::Storage,
+    tier::{Spill, Storage},
 };
 use longshore_proto::{
     Dtype, Epoch, Fault, FaultKind, Formats, JobName, JobSpec, MasterFormat, Param, Partition, Placement,
@@ -251,6 +254,52 @@ fn a_server_has_room_for_the_shards_that_it_can_then_reserve() {
         }
     }
     assert_eq!(room(&spec, &layout, &storage, base - 1), 0);
+}
+
+/// Moves reckon shard by shard what an opened job takes in one.
+#[test]
+fn shards_one_by_one_take_what_they_take_together_in_every_tier() {
+    let dirs = vec!["a".into(), "b".into()];
+    for (tier, spill, max_delay) in [
+        (TierKind::Memory, Spill::State, 0),
+        (TierKind::Shm, Spill::State, 1),
+        (TierKind::Nvme, Spill::State, 0),
+        (TierKind::Nvme, Spill::State, 1),
+        (TierKind::Nvme, Spill::All, 0),
+    ] {
+        let formats = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 0 };
+        let partitions = vec![Partition::whole(2), Partition::frozen(1)];
+        let spec = JobSpec { tier, max_delay, formats, partitions, ..small() };
+        let layout = spec.validate().unwrap();
+        let storage = Storage { spill, dirs: dirs.clone(), ..Storage::default() };
+        let all: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
+        assert!(all.iter().any(|&shard| layout.is_frozen(shard)));
+        let [none, whole] = [&[][..], &all].map(|shards| Need::of(&spec, &layout, shards, &storage));
+        let parts = all.iter().map(|&shard| Need::of_shard(&spec, &layout, shard, storage.spills(&spec)));
+        let sums = parts.fold([0; 5], |[state, images, contributions, sums, disk], of| {
+            let accumulators = sums + of.accumulators;
+            let gradients = contributions + of.contributions;
+            [state + of.state, images + of.images, gradients, accumulators, disk + of.disk]
+        });
+        let of = |need: &Need| [need.state, need.images, need.contributions, need.accumulators, need.disk];
+        let expected: Vec<u64> = of(&whole).iter().zip(of(&none)).map(|(whole, none)| whole - none).collect();
+        assert_eq!(sums.to_vec(), expected, "{tier:?} {spill:?} {max_delay}");
+    }
+}
+
+/// A call that costs the square of the shards would take minutes.
+#[test]
+fn room_for_many_shards_is_reckoned_at_once() {
+    let params = vec![Param { name: "all".into(), shape: vec![(BLOCK as u64) << 16], group: 0 }];
+    for tier in [TierKind::Shm, TierKind::Nvme] {
+        let spec =
+            JobSpec { tier, shard_elements: BLOCK as u64, ..JobSpec::new(small().name, params.clone()) };
+        let (layout, storage) =
+            (spec.validate().unwrap(), Storage { spill: Spill::All, ..Storage::default() });
+        let begun = Instant::now();
+        room(&spec, &layout, &storage, 1 << 40);
+        assert!(begun.elapsed() < Duration::from_secs(30), "{tier:?}: {:?}", begun.elapsed());
+    }
 }
 
 /// The expected need, by hand. Instead of 12 bytes of fp32 state, bf16 takes 2 and 2 and 2. 8-bit moments

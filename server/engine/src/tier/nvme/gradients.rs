@@ -15,7 +15,7 @@ use longshore_proto::{Fault, JobSpec, Layout, Rank, ShardId};
 
 use super::super::{
     fault::io,
-    gradients::{GradientId, GradientStore, Kind, Moved},
+    gradients::{GradientId, GradientStore, Kind, Moved, gradient_bytes},
     storage::Inputs,
 };
 use crate::{
@@ -60,7 +60,9 @@ impl GradientPlan {
     fn new(spec: &JobSpec, layout: &Layout, held: &[ShardId], files: usize) -> GradientPlan {
         let mut plan =
             GradientPlan { shards: Vec::new(), files: vec![0; files], wire: spec.gradient_dtype.bytes() };
-        let others = (0..layout.shards()).map(ShardId).filter(|shard| !held.contains(shard));
+        let mut is_other = vec![true; layout.shards() as usize];
+        held.iter().for_each(|shard| is_other[shard.index()] = false);
+        let others = (0..layout.shards()).map(ShardId).filter(|shard| is_other[shard.index()]);
         // Trained shards take turns, so that a file without any comes after all others.
         let mut trained = 0;
         for shard in held.iter().copied().chain(others) {
@@ -101,11 +103,10 @@ impl GradientPlan {
 }
 
 /// Returns the space that gradients take in the state directories, and the bytes of it that a step writes.
-pub(super) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], files: usize) -> (u64, u64) {
-    let plan = GradientPlan::new(spec, layout, owned, files.max(1));
-    let slots = spec.gradient_slots() as u64;
-    let disk: u64 = owned.iter().map(|shard| plan.bytes(slots, &plan.shards[shard.index()])).sum();
-    (disk, disk / slots * u64::from(spec.micro_steps))
+pub(super) fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId]) -> (u64, u64) {
+    let bytes = owned.iter().map(|&shard| gradient_bytes(spec, layout, shard));
+    let disk: u64 = bytes.map(|(contributions, sums)| contributions + sums).sum();
+    (disk, disk / spec.gradient_slots() as u64 * u64::from(spec.micro_steps))
 }
 
 impl GradientFiles {

@@ -52,7 +52,7 @@ use self::{
 };
 pub(super) use self::{
     inspect::inspect,
-    open::{need, open},
+    open::{need, open, shard_space},
 };
 use super::{
     contract::{Durable, Taken, Tier, WriteBehind},

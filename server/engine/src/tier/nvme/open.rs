@@ -21,7 +21,7 @@ use super::{
     gradients::{self, GradientFiles},
     pager::{BlockChecksums, ShardPager},
     parts::{PART_BYTES, ReadWindow},
-    plan::{Slots, StorePlan},
+    plan::{self, Slots, StorePlan},
     ranks::{self, Ranks},
     recover::{Blocks, Records, read_table, remedy},
 };
@@ -63,11 +63,17 @@ pub(in crate::tier) fn need(
         written: written as u64,
     };
     if storage.spills(spec) {
-        let (disk, written) = gradients::need(spec, layout, owned, storage.dirs.len());
+        let (disk, written) = gradients::need(spec, layout, owned);
         need.disk += disk;
         need.written += written;
     }
     need
+}
+
+/// Returns the space of one more shard.
+pub(in crate::tier) fn shard_space(spec: &JobSpec, layout: &Layout, shard: ShardId, spilled: bool) -> u64 {
+    let gradients = if spilled { gradients::need(spec, layout, &[shard]).0 } else { 0 };
+    plan::shard_space(spec, layout, shard, spilled) + gradients
 }
 
 /// Marks the resident shards among those that the store is made with: as many as fit, spread evenly, so that the disk

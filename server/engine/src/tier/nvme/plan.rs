@@ -96,6 +96,26 @@ pub(super) struct FilePlan {
     frozen_bytes: u64,
 }
 
+fn stores_images(spec: &JobSpec, spilled: bool) -> bool {
+    spilled || spec.max_delay >= MAX_DELAY
+}
+
+/// Returns the bytes of a shard's state and of its image, in one slot.
+fn slot_bytes(spec: &JobSpec, layout: &Layout, shard: ShardId, images: bool) -> (usize, usize) {
+    let (shape, elements) = (Shape::of_shard(spec, layout, shard), layout.shard_len(shard) as usize);
+    let image =
+        if images && !layout.is_frozen(shard) { elements * spec.image_dtype.bytes() as usize } else { 0 };
+    // 8-bit moments do not fill whole sectors.
+    (shape.bytes(elements).next_multiple_of(SECTOR), image)
+}
+
+/// Returns the bytes of all slots of a shard.
+pub(super) fn shard_space(spec: &JobSpec, layout: &Layout, shard: ShardId, spilled: bool) -> u64 {
+    let (state, image) = slot_bytes(spec, layout, shard, stores_images(spec, spilled));
+    let states = if layout.is_frozen(shard) { 1 } else { u64::from(STATE_SLOTS) };
+    state as u64 * states + image as u64 * u64::from(IMAGE_SLOTS)
+}
+
 impl StorePlan {
     /// The plan of a store that is made with the shards of `opened`. With `spilled`, images are stored for every job.
     /// In `format` 1 only those shards have a place.
@@ -107,7 +127,7 @@ impl StorePlan {
         spilled: bool,
         format: u32,
     ) -> StorePlan {
-        let images = spilled || spec.max_delay >= MAX_DELAY;
+        let images = stores_images(spec, spilled);
         let image_block = (BLOCK_ELEMENTS * spec.image_dtype.bytes()) as usize;
         let without_place = |shard: ShardId| ShardExtent {
             shard,
@@ -125,17 +145,17 @@ impl StorePlan {
         let shards: Vec<ShardExtent> = (0..layout.shards()).map(ShardId).map(without_place).collect();
         let files = vec![FilePlan::default(); files];
         let mut plan = StorePlan { shards, order: Vec::new(), files, images, spilled, image_block };
-        opened.iter().for_each(|&shard| plan.add_place(layout, shard, true));
+        opened.iter().for_each(|&shard| plan.add_place(spec, layout, shard, true));
         let others: Vec<ShardId> =
             plan.shards.iter().filter(|place| !place.opened).map(|place| place.shard).collect();
         others
             .into_iter()
             .filter(|_| format >= ALL_PLACES)
-            .for_each(|shard| plan.add_place(layout, shard, false));
+            .for_each(|shard| plan.add_place(spec, layout, shard, false));
         plan
     }
 
-    fn add_place(&mut self, layout: &Layout, shard: ShardId, opened: bool) {
+    fn add_place(&mut self, spec: &JobSpec, layout: &Layout, shard: ShardId, opened: bool) {
         let (owned, position) = (OwnedShard(shard.index()), self.order.len());
         let place = &mut self.shards[owned.index()];
         let elements = layout.shard_len(shard) as usize;
@@ -144,11 +164,7 @@ impl StorePlan {
         let file = &mut self.files[number];
         (place.opened, place.position, place.file, place.elements) =
             (opened, Some(position), number, elements);
-        // 8-bit moments do not fill whole sectors.
-        place.state_bytes = place.shape.bytes(elements).next_multiple_of(SECTOR);
-        if self.images && !place.frozen {
-            place.image_bytes = place.blocks() * self.image_block;
-        }
+        (place.state_bytes, place.image_bytes) = slot_bytes(spec, layout, shard, self.images);
         let before = if place.frozen { &mut file.frozen_bytes } else { &mut file.state_bytes };
         (place.state_at, place.image_at) = (*before, file.image_bytes);
         *before += place.state_bytes as u64;
