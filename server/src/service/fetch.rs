@@ -1,6 +1,10 @@
 //! State of shards for the servers that own them next, and for new replicas.
 
-use longshore_proto::{Fault, ShardId, Version, checksum::crc32, limits::CHUNK_BYTES};
+use longshore_proto::{
+    Fault, ShardId, Version,
+    checksum::crc32,
+    limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES},
+};
 use longshore_wire::{self as wire, v1};
 use tokio::time::Instant;
 
@@ -45,17 +49,19 @@ pub(super) fn stream(
             for offset in (0..length).step_by(CHUNK_BYTES) {
                 let bytes = offset..length.min(offset + CHUNK_BYTES);
                 left -= bytes.len();
-                let part = || {
-                    let payload = handle.job.read_handed(shard, version, array, bytes.clone())?;
-                    if left == 0 {
-                        handle.job.check_handed(shard)?;
+                let (job, is_last) = (std::sync::Arc::clone(&handle.job), left == 0);
+                let encoded = bytes.len() + CHUNK_HEADROOM_BYTES;
+                let part = move || {
+                    let payload = job.read_handed(shard, version, array, bytes)?;
+                    if is_last {
+                        job.check_handed(shard)?;
                     }
                     let (offset, crc32) = (offset as u64, crc32(&payload));
                     Ok(v1::FetchResponse { array, offset, crc32, payload: payload.into() })
                 };
-                let part = room.make(default_deadline(), part).await.map_err(failed);
-                let is_last = part.is_err();
-                if sender.send(part).await.is_err() || is_last {
+                let part = room.make_blocking(encoded, default_deadline(), part).await.map_err(failed);
+                let has_failed = part.is_err();
+                if sender.send(part).await.is_err() || has_failed {
                     return;
                 }
             }

@@ -23,6 +23,8 @@ use tokio::{
 use tokio_stream::Stream;
 use tonic::{Response, Status};
 
+use crate::tasks::blocking;
+
 /// Memory of an answer of many elements, by its encoded size: the message itself and its encoding.
 const COPIES: usize = 3;
 
@@ -78,6 +80,19 @@ impl Room {
             };
             drop(self.hold(bytes, deadline).await?);
         }
+    }
+
+    /// Builds an answer of up to `bytes` encoded bytes that waits for a drive: once, in room that is reserved first, and
+    /// away from network threads.
+    pub(super) async fn make_blocking<T: Message + 'static>(
+        &self,
+        bytes: usize,
+        deadline: Instant,
+        build: impl FnOnce() -> Result<T, Fault> + Send + 'static,
+    ) -> Result<Kept<T>, Fault> {
+        let held = self.hold(COPIES * bytes, deadline).await?;
+        let message = blocking(build).await?;
+        Ok(Kept { message, room: Some(held.as_answer()) })
     }
 }
 

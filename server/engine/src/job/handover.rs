@@ -16,7 +16,7 @@ use crate::{
     lock,
     record::{Joined, Record},
     step::{Awaited, Work},
-    tier::{ImageAge, without_place_in_tmpfs},
+    tier::{ImageAge, Shape, without_place_in_tmpfs},
 };
 
 /// Numbers of the images among the arrays that a handover transfers, after those of the state: that of the version, and
@@ -257,10 +257,9 @@ impl Job {
     pub fn handed_bytes(&self, shard: ShardId) -> Result<HandedBytes, Fault> {
         let owned = self.protocol.machine().owned_index(shard)?;
         let mut bytes = HandedBytes::default();
-        self.tier.state.read(owned, &mut |state| {
-            let arrays = bytes.iter_mut().zip(state.arrays);
-            arrays.for_each(|(bytes, array)| *bytes = array.len());
-        })?;
+        let shape = Shape::of_shard(&self.share.spec, &self.share.layout, shard);
+        let arrays = shape.arrays(self.share.elements(owned));
+        bytes[..arrays.len()].copy_from_slice(&arrays);
         // The image of an exact job follows from its master weights.
         if self.share.spec.max_delay > 0 && !self.share.is_frozen(owned) {
             bytes[IMAGE as usize..].fill(self.images.len(owned));
@@ -303,9 +302,8 @@ impl Job {
             let found = self.images.read(owned, of, bytes, &mut |part| copy.extend_from_slice(part))?;
             return if found { Ok(copy) } else { Err(lost(shard, version)) };
         }
-        self.tier
-            .state
-            .read(owned, &mut |state| copy.extend_from_slice(&state.arrays[array as usize][bytes.clone()]))?;
+        let array = array as usize;
+        self.tier.state.read_part(owned, array, bytes, &mut |part| copy.extend_from_slice(part))?;
         Ok(copy)
     }
 

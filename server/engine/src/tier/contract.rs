@@ -78,6 +78,17 @@ pub trait Tier: Send + Sync {
 
     fn read(&self, owned: OwnedShard, read: &mut dyn FnMut(StateRef<'_>)) -> Result<(), Fault>;
 
+    /// Hands bytes of one array to `read`. A tier on drives reads only the blocks that contain them.
+    fn read_part(
+        &self,
+        owned: OwnedShard,
+        array: usize,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Fault> {
+        self.read(owned, &mut |state| read(&state.arrays[array][bytes.clone()]))
+    }
+
     /// Hands bytes of a frozen shard's weights to `read`, in order, in one call or several, once the job has
     /// started. A tier on drives reads only the parts that contain them.
     fn read_frozen(
@@ -86,7 +97,7 @@ pub trait Tier: Send + Sync {
         bytes: Range<usize>,
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Fault> {
-        self.read(owned, &mut |state| read(&state.arrays[0][bytes.clone()]))
+        self.read_part(owned, 0, bytes, read)
     }
 
     /// Announces that these bytes will be asked for soon. Returns at once. A tier on drives prefetches them

@@ -34,6 +34,7 @@ struct DiskState {
     fail_flush: Option<usize>,
     writes: usize,
     flushes: usize,
+    read_bytes: usize,
 }
 
 #[derive(Clone, Default)]
@@ -73,6 +74,10 @@ impl Disks {
         let disks = Disks::default();
         disks.state.lock().unwrap().image = image;
         disks
+    }
+
+    pub(crate) fn read_bytes(&self) -> usize {
+        self.state.lock().unwrap().read_bytes
     }
 
     pub(crate) fn events(&self) -> Vec<Event> {
@@ -125,6 +130,7 @@ impl Disks {
             let bytes = &mut request.buffer.bytes_mut()[part.range.clone()];
             if request.direction == Direction::Read {
                 look(&state.image, path, part.offset, bytes);
+                state.read_bytes += part.range.len();
                 continue;
             }
             state.writes += 1;

@@ -14,7 +14,7 @@ use longshore_engine::{
     tier::Spill,
 };
 use longshore_proto::{
-    FaultKind, JobSpec, Partition, ShardId, Slice, Version, checksum::crc32, limits::CHUNK_BYTES,
+    FaultKind, JobSpec, Partition, ServerId, ShardId, Slice, Version, checksum::crc32, limits::CHUNK_BYTES,
 };
 
 use super::{
@@ -216,6 +216,40 @@ fn a_flipped_bit_of_what_was_read_ahead_is_found_before_it_is_sent() {
         // The store has failed for good.
         assert_eq!(job.copy_image(&chunks(job)[1], Version(1)).err().unwrap(), fault);
     }
+}
+
+/// The next owner of a shard asks for a chunk of one array after the other.
+#[test]
+fn a_shard_that_is_handed_over_is_read_block_by_block() {
+    let (spec, disks) = (wide(0), Disks::default());
+    let mut dirs = Dirs::on(&disks, 1);
+    dirs.storage.buffers = 1;
+    let mut cluster = started(&spec, &dirs.storage);
+    run_steps(&mut cluster, 1..=1);
+    let (job, before) = (&cluster.jobs[0], disks.read_bytes());
+    let mut placement = job.placement();
+    placement.epoch.0 += 1;
+    placement.servers.push("next:7070".into());
+    placement.owners.fill(ServerId(1));
+    assert_eq!(job.place(cluster.incarnations[0], Version(1), placement), Ok(true));
+    let read = |shard, array, bytes| job.read_handed(shard, Version(1), array, bytes);
+    let mut bytes = 0;
+    for shard in job.opened() {
+        for (array, length) in (0..).zip(job.sent_bytes(shard, Version(1)).unwrap()) {
+            bytes += length;
+            for start in (0..length).step_by(CHUNK_BYTES) {
+                let part = start..length.min(start + CHUNK_BYTES);
+                assert_eq!(read(shard, array, part.clone()).unwrap().len(), part.len());
+            }
+        }
+    }
+    // A checksum covers a block of three arrays.
+    assert!(disks.read_bytes() - before <= 3 * bytes, "{bytes}");
+    let last = *job.opened().last().unwrap();
+    let page = read(last, 1, 0..4096).unwrap();
+    disks.flip("data", disks.find("data", &page).expect("its page") + 77, 3);
+    let fault = read(last, 1, 0..4096).unwrap_err();
+    assert!(fault.kind == FaultKind::Corrupt && fault.value.contains("block 0 of it"), "{fault}");
 }
 
 /// The read window covers the possible pulls, and at most twelve chunks.

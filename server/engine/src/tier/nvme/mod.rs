@@ -48,7 +48,7 @@ use self::{
     parts::ReadWindow,
     plan::{Slots, StorePlan},
     ranks::Ranks,
-    recover::{damaged, remedy},
+    recover::{Blocks, damaged, remedy},
 };
 pub(super) use self::{
     inspect::inspect,
@@ -147,6 +147,29 @@ impl NvmeTier {
         (0..self.pager.disks.len()).all(check).then_some(previous)
     }
 
+    /// Reads bytes of an array from a drive. None if the shard does not lie there alone, or if a block differs from its
+    /// checksum.
+    fn part_at_rest(&self, owned: OwnedShard, array: usize, bytes: Range<usize>) -> Option<Vec<u8>> {
+        let slot = self.pager.state_at_rest(owned)?;
+        let place = &self.plan().shards[owned.index()];
+        let (disk, meta) = (&*self.pager.disks[place.file], &self.writer.meta[place.file]);
+        let (reads, arrays) = (Blocks { plan: self.plan(), disk, meta }, place.shape.block());
+        let (length, before) = (arrays[array], arrays[..array].iter().sum::<usize>());
+        let (first, end) = (bytes.start / length, bytes.end.div_ceil(length));
+        let mut found = Vec::with_capacity((end - first) * length);
+        for block in first..end {
+            let state = reads.state_bytes(owned, slot, block).ok()?;
+            let expected = self.pager.checksums[owned.index()].state[block].load(Ordering::Relaxed);
+            found.extend_from_slice(&state[before..before + length]);
+            if crc64([&*state]) != expected {
+                return None;
+            }
+        }
+        found.truncate(bytes.end - first * length);
+        found.drain(..bytes.start - first * length);
+        Some(found)
+    }
+
     fn verify(&self, owned: OwnedShard, bytes: &[u8]) -> Result<(), Fault> {
         for (block, checksum) in self.pager.checksums[owned.index()].state.iter().enumerate() {
             let found = self.plan().checksum(owned, bytes, block);
@@ -193,6 +216,21 @@ impl Tier for NvmeTier {
         Ok(())
     }
 
+    fn read_part(
+        &self,
+        owned: OwnedShard,
+        array: usize,
+        bytes: Range<usize>,
+        read: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Fault> {
+        match self.part_at_rest(owned, array, bytes.clone()) {
+            Some(found) => read(&found),
+            // The shard is in memory, or an update has changed it meanwhile; a damaged block is found again.
+            None => self.read(owned, &mut |state| read(&state.arrays[array][bytes.clone()]))?,
+        }
+        Ok(())
+    }
+
     fn read_frozen(
         &self,
         owned: OwnedShard,
@@ -200,7 +238,7 @@ impl Tier for NvmeTier {
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Fault> {
         if self.pager.is_resident(owned) {
-            return self.read(owned, &mut |state| read(&state.arrays[0][bytes.clone()]));
+            return self.read_part(owned, 0, bytes, read);
         }
         self.read_frozen_part(owned, bytes, read)
     }

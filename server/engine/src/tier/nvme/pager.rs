@@ -384,6 +384,14 @@ impl ShardPager {
         Ok(slot)
     }
 
+    /// Returns the slot of a shard's state, if the state lies on its drive alone.
+    pub(super) fn state_at_rest(&self, owned: OwnedShard) -> Option<u8> {
+        let state = self.lock();
+        let entry = &state.entries[owned.index()];
+        let at_rest = matches!(entry.holding, Holding::Disk) && !entry.blank && state.failed.is_none();
+        at_rest.then_some(entry.slot)
+    }
+
     /// Returns [`ShardPager::stored_image`] without waiting. None also while the image is on its way there.
     pub(super) fn image_at_rest(&self, owned: OwnedShard, version: Version) -> Option<u8> {
         let state = self.lock();

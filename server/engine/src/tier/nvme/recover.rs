@@ -145,6 +145,11 @@ pub(super) struct Blocks<'a> {
 
 impl Blocks<'_> {
     pub(super) fn state(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<u64, Fault> {
+        Ok(crc64([&*self.state_bytes(owned, slot, block)?]))
+    }
+
+    /// Returns a block of all arrays, one after the other.
+    pub(super) fn state_bytes(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<Vec<u8>, Fault> {
         let part = self.plan.state_part(owned, slot);
         let (shape, mut array_at) = (self.plan.shards[owned.index()].shape, part.offset);
         let mut found = Vec::new();
@@ -158,7 +163,7 @@ impl Blocks<'_> {
             found.extend_from_slice(&sectors[before..]);
             array_at += array as u64;
         }
-        Ok(crc64([&*found]))
+        Ok(found)
     }
 
     /// None for a frozen shard, which has no image.
