@@ -125,13 +125,16 @@ impl Register {
             return;
         }
         let before = seen.take().filter(|seen| seen.contents == found);
-        let due = at_once || before.as_ref().is_some_and(|seen| !seen.refused);
-        let refused = before.is_some_and(|seen| seen.refused) || due && !self.take_up(found.clone());
+        // Two equal reads may still be refused for a passing reason, as a lack of descriptors: each look tries again.
+        let due = at_once || before.is_some();
+        let is_news = at_once || !before.is_some_and(|seen| seen.refused);
+        let refused = due && !self.take_up(found.clone(), is_news);
         *seen = Some(Seen { contents: found, refused });
     }
 
-    /// Takes up the contents. Returns false if they are unusable and the old ones stay.
-    fn take_up(&self, found: Contents) -> bool {
+    /// Takes up the contents. Returns false if they are unusable and the old ones stay. `is_news` says that
+    /// the log has not named these contents yet.
+    fn take_up(&self, found: Contents, is_news: bool) -> bool {
         match read(&self.dir, found) {
             Ok(known) => {
                 *self.now.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(known);
@@ -140,7 +143,9 @@ impl Register {
                 true
             }
             Err(fault) => {
-                tracing::warn!(%fault, "the TLS folder has changed and cannot be used: it stays as it was before");
+                if is_news {
+                    tracing::warn!(%fault, "the TLS folder has changed and cannot be used: it stays as it was before");
+                }
                 false
             }
         }
@@ -243,6 +248,30 @@ mod tests {
     use tonic::transport::server::Connected;
 
     use super::*;
+
+    #[test]
+    fn files_that_were_refused_for_a_passing_reason_are_taken_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path();
+        let write = |text: &str| {
+            let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_string()]).unwrap();
+            let certificate = tls::certificate_pem(made.cert.der());
+            let key = tls::key_pem(made.signing_key.serialized_der());
+            let files = [&certificate, &certificate, &key, text];
+            FILES.iter().zip(files).for_each(|(name, text)| fs::write(dir.join(name), text).unwrap());
+        };
+        write("");
+        let register = Register::open(dir).unwrap();
+        write("no TOML");
+        (0..3).for_each(|_| register.look(false));
+        assert!(register.is_unusable());
+        write("");
+        // The first look at these files had no descriptor left for the second read.
+        let seen = Seen { contents: contents(dir), refused: true };
+        *register.seen.lock().unwrap() = Some(seen);
+        register.look(false);
+        assert_eq!((register.is_unusable(), &register.now().contents), (false, &contents(dir)));
+    }
 
     #[tokio::test]
     async fn an_identity_without_a_quota_has_the_share_of_one_owner() {
