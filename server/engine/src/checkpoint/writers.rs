@@ -119,9 +119,18 @@ impl Turn<'_> {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        if let Some(state) = lock(&self.writers.parts).get_mut(&self.path) {
+        let mut parts = lock(&self.writers.parts);
+        if let Some(state) = parts.get_mut(&self.path) {
             state.is_being_written = false;
+            if state.last.is_none() {
+                // The call has failed, or found the checkpoint sealed: its author has nothing to give up.
+                state.authors.remove(&self.author);
+                if state.authors.is_empty() {
+                    parts.remove(&self.path);
+                }
+            }
         }
+        drop(parts);
         self.writers.written.notify_all();
     }
 }

@@ -123,6 +123,7 @@ fn a_job_that_loads_is_not_written() {
     let fault = store.write(0, &cluster.jobs[0], "b", Some(Version(0)), soon()).unwrap_err();
     assert_eq!((fault.kind, &*fault.field), (FaultKind::Precondition, "version"));
     assert_eq!(files(&root.path().join("run")), ["a"], "a refused checkpoint leaves nothing behind");
+    assert!(!format!("{store:?}").contains("run/b"), "nor in memory: {store:?}");
 }
 
 #[test]
