@@ -14,6 +14,7 @@ use std::{
     os::fd::{AsRawFd, OwnedFd},
     sync::{Arc, Mutex, mpsc},
     thread::{self, JoinHandle},
+    time::{Duration, Instant},
 };
 
 use io_uring::{IoUring, opcode, squeue::Entry, types::Fd};
@@ -24,6 +25,9 @@ use rustix::{
 
 use super::{Direction, FILE_ALIGN, QUEUE_DEPTH, Request, TRANSFER_BYTES};
 use crate::{lock, memory::Slab};
+
+/// Interval between lines of the log while the kernel takes no submission.
+const REMINDER: Duration = Duration::from_secs(60);
 
 /// Marks the completion by which the queue announces a request.
 const WAKE: u64 = u64::MAX;
@@ -190,6 +194,7 @@ impl Worker {
     }
 
     fn run(&mut self) {
+        let mut warned: Option<Instant> = None;
         loop {
             self.take_queue();
             self.start_transfers();
@@ -206,8 +211,11 @@ impl Worker {
                 Err(error) if error.raw_os_error() == Some(Errno::INTR.raw_os_error()) => {}
                 // The kernel is out of resources for the moment. Transfers in flight free some.
                 Err(error) => {
-                    tracing::warn!(%error, "io_uring took no submission");
-                    thread::sleep(std::time::Duration::from_millis(1));
+                    if warned.is_none_or(|at| at.elapsed() >= REMINDER) {
+                        warned = Some(Instant::now());
+                        tracing::warn!(%error, "io_uring took no submission");
+                    }
+                    thread::sleep(Duration::from_millis(1));
                 }
             }
             self.complete();
