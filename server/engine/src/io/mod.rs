@@ -14,7 +14,11 @@ use std::{
     fmt, io,
     ops::Range,
     path::Path,
-    sync::{Arc, mpsc},
+    sync::{
+        Arc,
+        mpsc::{self, RecvTimeoutError},
+    },
+    time::Duration,
 };
 
 pub use file::OpenFile;
@@ -30,6 +34,9 @@ pub const FILE_ALIGN: u64 = 4096;
 /// The longest single transfer handed to the kernel. Devices peak at 1 MiB. A block device takes no more as one bio of
 /// 4 KiB pages. So io_uring never hands the transfer to a worker thread.
 pub(crate) const TRANSFER_BYTES: usize = 1024 * 1024;
+/// A device without an answer for this time has failed. The kernel's own timeout for NVMe is 30 s, with
+/// retries.
+pub(crate) const SILENCE: Duration = Duration::from_secs(180);
 /// Number of transfers that one disk has in flight. Any depth from 4 on gave the same throughput; 32 covers
 /// several NVMe queues.
 pub(crate) const QUEUE_DEPTH: u32 = 32;
@@ -102,8 +109,19 @@ pub enum Engine {
     Threads,
 }
 
-/// Runs one request to its end. Meant for small things beside the data: records and tables.
+/// Runs one request to its end. Meant for small things beside the data: records and tables. A device that is silent for
+/// too long keeps the buffer.
 pub(crate) fn transfer(
+    disk: &dyn Disk,
+    direction: Direction,
+    parts: Vec<Part>,
+    buffer: Region,
+) -> (Option<Region>, io::Result<()>) {
+    transfer_within(SILENCE, disk, direction, parts, buffer)
+}
+
+fn transfer_within(
+    patience: Duration,
     disk: &dyn Disk,
     direction: Direction,
     parts: Vec<Part>,
@@ -114,8 +132,55 @@ pub(crate) fn transfer(
         let _ = sender.send((buffer, result));
     });
     disk.submit(Request { direction, parts, buffer, done });
-    match receiver.recv() {
+    match receiver.recv_timeout(patience) {
         Ok((buffer, result)) => (Some(buffer), result),
-        Err(_) => (None, Err(io::Error::other("the disk's thread has ended"))),
+        Err(RecvTimeoutError::Disconnected) => (None, Err(io::Error::other("the disk's thread has ended"))),
+        Err(RecvTimeoutError::Timeout) => {
+            let why = format!("silent for {} s", patience.as_secs());
+            (None, Err(io::Error::new(io::ErrorKind::TimedOut, why)))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::memory::Slab;
+
+    /// A drive that answers nothing.
+    struct Silent(Mutex<Vec<Request>>);
+
+    impl Disk for Silent {
+        fn path(&self) -> &Path {
+            Path::new("silent")
+        }
+
+        fn reserve(&self, _: Range<u64>) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn give_back(&self, _: Range<u64>) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn submit(&self, request: Request) {
+            crate::lock(&self.0).push(request);
+        }
+
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_transfer_of_a_silent_drive_fails_and_leaves_the_drive_its_buffer() {
+        let page = FILE_ALIGN as usize;
+        let buffer = Slab::allocate(page).unwrap().carve_here(&[page]).remove(0);
+        let (disk, parts) = (Silent(Mutex::default()), vec![Part { offset: 0, range: 0..page }]);
+        let (kept, result) = transfer_within(Duration::ZERO, &disk, Direction::Write, parts, buffer);
+        assert_eq!((kept.is_none(), result.unwrap_err().kind()), (true, io::ErrorKind::TimedOut));
+        assert_eq!(crate::lock(&disk.0)[0].buffer.bytes().len(), page);
     }
 }

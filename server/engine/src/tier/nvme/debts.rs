@@ -3,9 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-/// A device without an answer for this time has failed. The kernel's own timeout for NVMe is 30 s, with
-/// retries.
-const SILENCE: Duration = Duration::from_secs(180);
+use crate::io::SILENCE;
 
 /// By drive.
 pub(super) struct Debts {
