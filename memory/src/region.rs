@@ -129,10 +129,6 @@ impl Region {
         bytemuck::cast_slice_mut(self.bytes_mut())
     }
 
-    pub fn u16(&self) -> &[u16] {
-        bytemuck::cast_slice(self.bytes())
-    }
-
     pub fn u16_mut(&mut self) -> &mut [u16] {
         bytemuck::cast_slice_mut(self.bytes_mut())
     }

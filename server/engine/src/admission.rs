@@ -7,6 +7,13 @@ use std::sync::{
 
 use longshore_proto::{Fault, FaultKind};
 
+use crate::memory::AllocationError;
+
+/// The host has less memory than its budget promised.
+pub(crate) fn exhausted(error: AllocationError) -> Fault {
+    Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
+}
+
 /// Bytes that a job's shards take on one server, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Need {

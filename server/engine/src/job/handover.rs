@@ -9,9 +9,9 @@ use longshore_proto::{
     Epoch, Fault, FaultKind, Incarnation, Placement, Rank, ServerId, ShardId, Step, Version,
 };
 
-use super::{Job, compute::BLOCK, open::exhausted};
+use super::{Job, compute::BLOCK};
 use crate::{
-    admission::Need,
+    admission::{Need, exhausted},
     ids::OwnedShard,
     lock,
     record::{Joined, Record},

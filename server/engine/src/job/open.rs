@@ -8,7 +8,7 @@ use std::{
 };
 
 use longshore_proto::{
-    Fault, FaultKind, JobSpec, Layout, Placement, ServerId, ShardId,
+    Fault, JobSpec, Layout, Placement, ServerId, ShardId,
     limits::{CONNECTION_BYTES, DATA_CONNECTIONS, SPILLED_PULL_BYTES},
 };
 
@@ -23,7 +23,7 @@ use super::{
     snapshots::Snapshots,
 };
 use crate::{
-    admission::{Budget, Need},
+    admission::{Budget, Need, exhausted},
     ids::OwnedShard,
     memory::{AllocationError, AtomicWords, Region, SharedFile, Slab},
     step::Machine,
@@ -121,10 +121,6 @@ pub fn inspect(folder: &Path) -> Result<Report, Fault> {
         let share = Share::new(spec, placement, header.server, header.format)?;
         Ok(Space::bytes(&share) as u64)
     })
-}
-
-pub(super) fn exhausted(error: AllocationError) -> Fault {
-    Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
 }
 
 impl StoredJob {

@@ -4,8 +4,6 @@ use std::{fmt, io, path::Path};
 
 use longshore_proto::{Fault, FaultKind, JobName, ShardId};
 
-use crate::memory::AllocationError;
-
 pub(super) const FIELD: &str = "state_dir";
 /// The setting that names the folder of tier `shm`.
 pub(super) const SHM_FIELD: &str = "shm_dir";
@@ -76,9 +74,4 @@ pub(super) fn without_place(store: impl fmt::Display, shard: ShardId) -> Fault {
 /// As [`without_place`], for the files of a job in a tmpfs.
 pub(crate) fn without_place_in_tmpfs(job: &JobName, shard: ShardId) -> Fault {
     named(SHM_FIELD)(without_place(job, shard))
-}
-
-/// The host has less memory than its budget promised.
-pub(super) fn exhausted(error: AllocationError) -> Fault {
-    Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
 }

@@ -14,9 +14,10 @@ use longshore_proto::{Fault, Version, limits::BLOCK_ELEMENTS};
 
 use super::{
     Guard, Guarded, Inputs, Opened, Recovered, Shape, StateMut, StateRef, Store, Tier, Together, Turn,
-    fault::exhausted, record::crc64,
+    record::crc64,
 };
 use crate::{
+    admission::exhausted,
     ids::OwnedShard,
     lock,
     memory::{AllocationError, Region, Slab},

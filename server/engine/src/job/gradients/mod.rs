@@ -14,8 +14,9 @@ pub(super) use self::{
     spilled::{SpilledGradients, Staged},
     sum::{first_nonfinite, take_sums},
 };
-use super::{compute::Compute, open::exhausted, share::Share};
+use super::{compute::Compute, share::Share};
 use crate::{
+    admission::exhausted,
     ids::{Contributor, GradientSlot, OwnedShard},
     kernels::Statistics,
     lock,

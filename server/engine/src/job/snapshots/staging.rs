@@ -15,7 +15,7 @@ use longshore_proto::{Fault, FaultKind, ShardId, limits::SNAPSHOT_BYTES};
 
 use super::{super::compute::Compute, Purpose};
 use crate::{
-    admission::{Budget, Reservation},
+    admission::{Budget, Reservation, exhausted},
     ids::OwnedShard,
     lock,
     memory::{AllocationError, Region, Slab},
@@ -138,7 +138,7 @@ impl Staging {
             made.extend(self.make(leased, Some(Arc::new(lease)))?);
             Ok(made)
         });
-        slots.extend(made.map_err(|error| self.end(exhausted(&error)))?);
+        slots.extend(made.map_err(|error| self.end(exhausted(error)))?);
         Ok(slots)
     }
 
@@ -284,8 +284,4 @@ impl Staging {
         );
         Fault::new(FaultKind::Exhausted, self.purpose.reader(), value, limit, self.purpose.remedy())
     }
-}
-
-fn exhausted(error: &AllocationError) -> Fault {
-    Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
 }

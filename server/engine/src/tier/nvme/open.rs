@@ -11,7 +11,7 @@ use super::{
     super::{
         claim,
         contract::{Durable, Opened, Recovered, Store},
-        fault::{conflict, exhausted, io},
+        fault::{conflict, io},
         folder::{ALL_PLACES, Folder, HEADER_FILE, Header, Watch, paths, vanished},
         storage::{Inputs, Storage, StoreNeed},
         stored::{finish_job, remove_all, said},
@@ -26,6 +26,7 @@ use super::{
     recover::{Blocks, Records, read_table, remedy},
 };
 use crate::{
+    admission::exhausted,
     io::Disk,
     memory::{AllocationError, Region, Slab},
     record::Record,
