@@ -144,7 +144,7 @@ class Attached:
 
     def _before_save(self, models: Any, weights: Any, folder: Any) -> None:
         for optimizer in self._optimizers():
-            self._saving.save(optimizer, optimizer.version)
+            self._saving.save(optimizer, optimizer._version)
 
     def _get_state_dict(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.flush()

@@ -7,12 +7,14 @@ getters under DeepSpeed's names.
 import contextlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from longshore import optim
 from longshore.deepspeed import files
@@ -165,17 +167,32 @@ class Engine(Asked):
         self.module = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.global_steps = optimizer.version
-        self.micro_steps = 0
-        self.skipped_steps = 0
-        self.global_samples = 0
         self._config = config
+        self._go_on()
         #: Backward passes of the current step, and calls of step() for it.
         self._passes = self._calls = 0
         #: True if a backward pass was interrupted, so that the sent gradients of the step are unknown.
         self._is_broken_off = False
         self._forced_boundary: bool | None = None
         self._was_applied = False
+
+    def _go_on(self) -> None:
+        """Takes counters and schedule from a job that an earlier process has trained."""
+        optimizer, scheduler = self.optimizer, self.lr_scheduler
+        is_untold, made, applied = not optimizer._is_version_known, optimizer.global_step, int(optimizer._applied)
+        # Updates count from the state that a job was filled with.
+        self.global_steps = max(made, applied)
+        self.skipped_steps = self.global_steps - applied
+        self.micro_steps = self.global_steps * self._config.micro_steps
+        self.global_samples = self.global_steps * self.train_batch_size()
+        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau) and scheduler.last_epoch == 0:
+            with warnings.catch_warnings():
+                # torch expects a step of the optimizer first.
+                warnings.filterwarnings("ignore", "Detected call of", UserWarning)
+                for _ in range(applied):
+                    scheduler.step()
+        elif scheduler is not None and is_untold:
+            optimizer._is_version_known = False  # the first step warns
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -102,7 +102,7 @@ class Strategy(SingleDeviceStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         inner = unwrapped(optimizer)
         if inner is not None:
-            self._saving.save(inner, inner.version)
+            self._saving.save(inner, inner._version)
         return super().optimizer_state(optimizer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -65,6 +65,29 @@ def test_the_engine_trains_as_a_plain_loop_does(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
+def test_a_restarted_engine_goes_on_with_schedule_and_counters(delay: int, servers: str) -> None:
+    """A job's next process has the numbers and weights of an undisturbed one."""
+    parameters = {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 2, "total_num_steps": 8}
+    scheduler = {"type": "WarmupDecayLR", "params": parameters}
+
+    def run(job: str, stop: int) -> tuple[Any, ...]:
+        model, _ = pair("mlp")
+        here = {"servers": servers, "job": f"{job}-{delay}", "delay": delay, "warmup_steps": 0}
+        engine, optimizer, _, _ = longshore.initialize(model=model, config={**CONFIG, "scheduler": scheduler, "longshore": here})
+        train(engine, range(engine.global_steps, stop))
+        assert optimizer.global_step == engine.global_steps == stop
+        counters = engine.get_lr(), engine.micro_steps, engine.global_samples, engine.skipped_steps
+        version = optimizer.flush()
+        optimizer.close()
+        return counters, version, [parameter.detach().clone() for parameter in model.parameters()]
+
+    *expected, weights = run("whole", 6)
+    run("cut", 3)
+    *found, again = run("cut", 6)
+    assert found == expected and all(map(torch.equal, weights, again))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
 def test_the_engine_goes_back_to_a_checkpoint(delay: int, tmp_path: pathlib.Path) -> None:
     model, _ = pair("mlp")
     job = {"delay": delay, "warmup_steps": 1}

@@ -471,6 +471,7 @@ class Connected(torch.optim.Optimizer):
 
     # Methods of the parts.
     version: Any
+    _version: int
     _new_connection: Callable[[], Connection]
     _opened: Callable[..., Connection]
     _start: Callable[..., Connection]

@@ -169,7 +169,18 @@ class Optimizer(Stepping, Stateful):
     def version(self) -> int:
         """The version whose weights the parameters hold: the number of decided steps behind them."""
         self._is_version_known = True  # a script that asks needs no warning
+        return self._version
+
+    @property
+    def _version(self) -> int:
         return self._connection.version if self._connection else 0
+
+    @property
+    def global_step(self) -> int:
+        """The number of steps made, by which a restarted script goes on with its data and schedule. With ``delay=1`` it is one more than
+        :attr:`version`."""
+        self._is_version_known = True
+        return self._connection.made if self._connection else 0
 
     @property
     def grad_norm(self) -> float | None:
@@ -383,7 +394,7 @@ class Optimizer(Stepping, Stateful):
             self._start_over()
         elif step.state is State.PUSHED:
             step.state = State.BROKEN
-        return self.version
+        return self._version
 
     def _settle(self) -> Connection:
         """Waits until every step is decided, so that servers have the newest state. Any rank may call it alone: if ranks read weights

@@ -389,7 +389,7 @@ class Stateful(Connected):
         state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
         state[KEY] = self._handle(fingerprint)
-        if self._checkpointed is not None and self._checkpointed[0] == self.version:
+        if self._checkpointed is not None and self._checkpointed[0] == self._version:
             state[KEY]["checkpoint"] = self._checkpointed[1]
         if full is None and not self.saves_all:
             self._warn_of_what_ends(state[KEY])
@@ -406,7 +406,7 @@ class Stateful(Connected):
 
     def _warn_of_what_ends(self, handle: dict[str, Any]) -> None:
         """Warns once that no process can continue from a file of this handle."""
-        if not self.warns_of_handles or not self.version or "checkpoint" in handle or self.passing_checkpoints is None:
+        if not self.warns_of_handles or not self._version or "checkpoint" in handle or self.passing_checkpoints is None:
             return
         self.warns_of_handles = False
         warn(
@@ -416,8 +416,8 @@ class Stateful(Connected):
         )
 
     def _handle(self, fingerprint: str | None) -> dict[str, Any]:
-        made = self._connection.made if self._connection else self.version
-        return handle(self._job_name, self.version, made, self.rule, fingerprint, self._returns[0])
+        made = self._connection.made if self._connection else 0
+        return handle(self._job_name, self._version, made, self.rule, fingerprint, self._returns[0])
 
     def _full_state(self) -> dict[int, dict[str, Any]]:
         connection = self._opened()

@@ -552,7 +552,7 @@ class Stepping(Connected):
         if joined and not self._is_version_known:
             message = (
                 f"the job goes on from version {joined}, and this script did not ask for it: its own step counter and schedule began anew. Read "
-                "optimizer.version before the loop, or name another job= for a new run"
+                "optimizer.global_step before the loop, or name another job= for a new run"
             )
             warn(message)
         self._is_version_known = True
