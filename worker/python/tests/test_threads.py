@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from models import same_bits
 from torch import nn
 
 import longshore
+from longshore.transfer import tensors
 from longshore.transfer.device import Accelerator
 
 
@@ -73,6 +74,31 @@ def test_two_backwards_at_once_give_the_bits_of_one_after_the_other(accumulate: 
     expected = trained(in_turn, accumulate)
     for _ in range(5):
         assert same_bits(expected, trained(at_once, accumulate))
+
+
+def test_a_gradient_waits_for_the_thread_that_reads_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameter may be used before that thread has noted that the group has its weights."""
+    model, end, started = Towers(), tensors.end, []
+    optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+
+    def backward(batch: int) -> None:
+        in_turn(*(lambda tower=tower: model.backward(tower, batch) for tower in range(2)))
+
+    def paused(group: Any) -> None:
+        end(group)
+        if not started:
+            started.append(pool.submit(backward, 1))
+            wait(started, timeout=1)
+
+    backward(0)
+    optimizer.step()
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(tensors, "end", paused)
+        model[0][0].weight.data_ptr()
+        started[0].result()
+    optimizer.step()
+    assert optimizer.flush() == 2
+    optimizer.close()
 
 
 class Interrupted(torch.autograd.Function):

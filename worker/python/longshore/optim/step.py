@@ -25,6 +25,7 @@ from longshore.transfer import params as _params
 from longshore.transfer.gradients import ENOUGH, ENOUGH_ON_DEVICE, Gradients, Group, Pusher
 from longshore.transfer.job import Hyper, StepReport
 from longshore.transfer.params import Columns, Param, check_gradient
+from longshore.transfer.weights import Weights
 
 
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -126,7 +127,11 @@ class Stream:
         with self._lock:
             waiting, taken = self._waiting, self._step.taken
             param, gradient = self._by_tensor.get(id(tensor)), tensor.grad
-            if not waiting or param is None or param.index not in self._unit or param.index in taken or gradient is None:
+            if not waiting or param is None or gradient is None:
+                self._take_first(tensor)
+                return
+            index = param.index
+            if index in taken or index not in self._unit:
                 self._take_first(tensor)
                 return
             if self._pusher is not None:
@@ -135,7 +140,7 @@ class Stream:
             # The group's first gradient checked the optimizer. Leaving checks that again, and all gradients at once.
             self._params.append(param)
             waiting.append(gradient)
-            taken.add(param.index)
+            taken.add(index)
             tensor.grad = None
             self._elements += param.elements
             if self._elements >= self._enough or self._unit <= taken:
@@ -350,7 +355,8 @@ def _end(connection: Connection, absent: list[int]) -> None:
 def _check(connection: Connection, param: Param, gradient: Tensor) -> None:
     """Refuses a gradient with a graph, and one computed with older weights than its step's."""
     _params.check_has_no_graph(param, gradient)
-    if param.index in connection.weights.awaited:
+    weights = connection.weights
+    if param.index in weights.awaited and not (isinstance(weights, Weights) and weights.has(param.index)):
         raise invalid(
             f"{param.name}.grad",
             "computed with the weights of the step before",

@@ -139,6 +139,12 @@ class Weights:
         #: Two threads may use parameters at a time.
         self._lock = threading.RLock()
 
+    def has(self, index: int) -> bool:
+        """Returns whether a parameter has the newest weights. Waits for a thread that reads weights: parameters of its group are plain
+        before they leave ``awaited``."""
+        with self._lock:
+            return index not in self.awaited
+
     def values(self) -> tuple[list[Place], list[Tensor]]:
         """Returns the places of the current weights, and the tensors that hold their memory."""
         held = [_tensors.on_host(param.tensor) for param in self._params]
