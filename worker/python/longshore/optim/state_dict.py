@@ -137,7 +137,8 @@ def _no_checkpoint(version: Any, limit: str) -> Exception:
         version,
         limit,
         "go on from the servers' version, or load a state of whose version the servers have a checkpoint: "
-        "optimizer.checkpoint() writes one where a server has a folder for them (--checkpoint-dir)",
+        "optimizer.checkpoint() writes one where a server has a folder for them (--checkpoint-dir; in this process servers=longshore.Server("
+        "checkpoint_dir=...) with a job=)",
         StateError,
     )
 

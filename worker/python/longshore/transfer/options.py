@@ -7,7 +7,7 @@ import difflib
 import functools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
@@ -197,6 +197,17 @@ class Options:
             value = getattr(self, field)
             if value not in allowed:
                 raise invalid(field, repr(value), "one of " + ", ".join(filter(None, allowed)), "choose one of them")
+        for field, (kind, is_optional) in _kinds().items():
+            value, (said, is_of) = getattr(self, field), _KINDS[kind]
+            if not (is_optional and value is None) and not is_of(value):
+                raise invalid(field, repr(value), said, f"pass {said}")
+        for field, (least, most, remedy) in _RANGES.items():
+            value = getattr(self, field)
+            if value < least or most is not None and value > most:
+                raise invalid(field, value, f"at least {least}" if most is None else f"{least} or {most}", remedy)
+        if self.servers is not None and not isinstance(self.servers, Server) and not listed(self.servers):
+            remedy = "name them, for example after an unset variable, or pass None for a server inside this process"
+            raise invalid("servers", repr(self.servers), "addresses as host:port", remedy)
         if self.partition == "all-reduced" and self.streaming:
             raise invalid(
                 "partition",
@@ -210,8 +221,6 @@ class Options:
         if self.trains_later and self.on_missing() != "skip":
             remedy = "it cannot leave parameters out of a step, and what does not train yet has to be: choose another, or unfreeze before the first step"
             raise invalid("state", "'block8'", "'fp32' or 'bf16' with frozen='train-later'", remedy)
-        if self.accumulate < 1:
-            raise invalid("accumulate", self.accumulate, "at least 1", "count the backward passes of a step")
         if self.accumulate > 1 and not self.streaming:
             raise invalid(
                 "accumulate",
@@ -326,6 +335,30 @@ def _nearest(name: str, options: Iterable[str], arguments: Iterable[str]) -> str
     meant = _ELSEWHERE.get(name.lower())
     close = [meant] if meant in names else difflib.get_close_matches(name.lower(), sorted(names), 1, 0.6)
     return f", did you mean {close[0]!r}? The " if close else "; "
+
+
+#: Words for a type of :class:`JobOptions`, and the check of a value.
+_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("True or False", lambda value: not isinstance(value, str) and value in (False, True)),
+    int: ("an int", lambda value: hasattr(value, "__index__") and not isinstance(value, bool)),
+    float: ("a float", lambda value: hasattr(value, "__float__") and not isinstance(value, bool)),
+    LossScale: ("a longshore.LossScale", lambda value: isinstance(value, LossScale)),
+}
+#: The least and the largest value of numbers, None for no limit, and a remedy.
+_RANGES: dict[str, tuple[int, int | None, str]] = {
+    "accumulate": (1, None, "count the backward passes of a step"),
+    "delay": (0, 1, "choose 0 for exact steps, or 1 for delayed ones"),
+    "warmup_steps": (0, None, "choose 0 for a delay from the first step on"),
+    "replicas": (1, 2, "choose 2 where the loss of a server shall lose no step"),
+    "seed": (0, None, "choose another"),
+}
+
+
+@functools.cache
+def _kinds() -> dict[str, tuple[type, bool]]:
+    """Returns the type of each option that :data:`_KINDS` knows, and whether it may be None."""
+    hints = {field: (hint, *get_args(hint)) for field, hint in get_type_hints(JobOptions).items()}
+    return {field: (kind, type(None) in of) for field, of in hints.items() for kind in of if kind in _KINDS}
 
 
 @functools.cache
