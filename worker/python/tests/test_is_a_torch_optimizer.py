@@ -277,9 +277,9 @@ def test_a_script_that_goes_on_without_asking_is_warned(servers: str) -> None:
         optimizer = longshore.AdamW(model.named_parameters(), servers=servers, job="goes-on")
         if ask:
             assert (optimizer.version, optimizer.resumed) == (4, b"epoch 3")
-        # Frameworks' adapters call both before the first step.
+        # Frameworks' adapters do both before the first step.
         optimizer.flush()
-        optimizer.state_dict()
+        optimizer.load_state_dict(optimizer.state_dict())
         optimizer.resume_data = lambda: b"epoch 3"
         with warnings.catch_warnings(record=True, action="always") as caught:
             for _ in range(2):

@@ -337,7 +337,10 @@ class Stateful(Connected):
         # A delayed job may have made one more step than its parameters' version says.
         made = steps_made(state_dict[KEY])
         is_whole = self._now.state not in (State.PUSHED, State.TORN)
-        is_here = wanted[0] == self.version and (connection is None or (connection.made == made and is_whole))
+        is_here = wanted[0] == self._version and (connection is None or (connection.made == made and is_whole))
+        # Accelerate loads the state that it has just taken. Any other state is a script's own word on the version.
+        self._is_version_known |= not self._is_taken
+        self._is_taken = False
         if is_here and not is_other:
             return
         if connection is not None and connection.joined == wanted[0] and not is_other:
@@ -387,7 +390,7 @@ class Stateful(Connected):
         return state
 
     def _state_dict(self, full: bool | None) -> dict[str, Any]:
-        state = super().state_dict()
+        state, self._is_taken = super().state_dict(), True
         fingerprint = self._connection.fingerprint if self._connection else None
         state[KEY] = self._handle(fingerprint)
         if self._checkpointed is not None and self._checkpointed[0] == self._version:
