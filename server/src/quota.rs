@@ -93,6 +93,17 @@ fn over(field: &str, value: String, limit: String, remedy: &str) -> Fault {
     Fault::new(FaultKind::Exhausted, format!("quota.{field}"), value, limit, remedy)
 }
 
+impl Usage {
+    /// Returns the resources that another usage does not have.
+    pub(crate) fn beyond(self, other: Usage) -> Usage {
+        Usage {
+            jobs: self.jobs.saturating_sub(other.jobs),
+            memory: self.memory.saturating_sub(other.memory),
+            drives: self.drives.saturating_sub(other.drives),
+        }
+    }
+}
+
 impl std::ops::AddAssign for Usage {
     fn add_assign(&mut self, other: Usage) {
         self.jobs += other.jobs;

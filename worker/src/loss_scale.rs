@@ -47,6 +47,8 @@ pub enum Event {
 }
 
 const FACTOR: f64 = 2.0;
+/// Largest scale that clean steps raise to, 2^100. Gradients of fp32 and bf16 overflow far later than those of fp16.
+const LARGEST: f64 = (1u128 << 100) as f64;
 
 /// The scaler with all of its state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -148,10 +150,8 @@ impl LossScaler {
             return Event::Kept;
         }
         self.hysteresis_left = self.options.hysteresis;
-        let raised = self.scale * FACTOR;
-        if raised.is_finite() {
-            self.scale = raised;
-        }
+        // Times world size and micro-steps a scale stays within `GRADIENT_SCALES`.
+        self.scale = (self.scale * FACTOR).min(LARGEST.max(self.scale));
         Event::Raised
     }
 }

@@ -32,6 +32,7 @@ use longshore_engine::{
 };
 use longshore_proto::{
     Epoch, Fault, FaultKind, Incarnation, JobName, JobSpec, Placement, Rank, ServerId, fault::DELETED,
+    limits::DEFAULT_DEADLINE_MS,
 };
 
 use self::turns::Turn;
@@ -466,7 +467,12 @@ impl Jobs {
     /// Returns the number of a job's shards for which there is room beside those that are here.
     pub(crate) async fn room(self: Arc<Self>, spec: JobSpec) -> Result<usize, Fault> {
         let layout = spec.validate()?;
-        let reckoning = Arc::clone(&self.reckoning).lock_owned().await;
+        let turn = Arc::clone(&self.reckoning).lock_owned();
+        let reckoning = tokio::time::timeout(Duration::from_millis(DEFAULT_DEADLINE_MS), turn).await;
+        let reckoning = reckoning.map_err(|_| {
+            let remedy = "other calls ask for room, too: try again later";
+            Fault::new(FaultKind::Deadline, "shard_room", "not there", "there in time", remedy)
+        })?;
         blocking(move || {
             let _reckoning = reckoning;
             let handle = match self.get(spec.name.as_str()) {

@@ -51,9 +51,9 @@ impl Jobs {
         let mut admitted = self.admitted.lock().unwrap_or_else(PoisonError::into_inner);
         let mut has = self.usages().remove(owner).unwrap_or_default();
         let open = |name| self.lock().get(name).filter(|entry| entry.is_open()).map(JobEntry::usage);
-        for (_, (_, usage)) in admitted.iter().filter(|(name, (of, _))| of == owner && open(*name).is_none())
-        {
-            has += *usage;
+        // Of an open job, `usages` has a part of the admitted bytes.
+        for (name, (_, usage)) in admitted.iter().filter(|(_, (of, _))| of == owner) {
+            has += usage.beyond(open(name).unwrap_or_default());
         }
         quota.admit(owner, has, wants)?;
         // An open job may be replaced by the admitted one.

@@ -60,7 +60,7 @@ fn one_command_makes_a_cluster_that_trains() {
 
     // Servers of the cluster fetch shards from each other.
     let other = ServerOptions::new().tls(&dir.join("server")).start();
-    let mut running = train(900, &server, &dir.join("worker")).start();
+    let mut running = train(900, &server, &dir.join("worker")).allow("quota.memory").start();
     running.until_step(2);
     let to = ["scale", "--job", "default", "--to", other.address(), "--wait"];
     let moved = ask(&server, &dir.join("operator"), &to);

@@ -247,9 +247,10 @@ impl Servers {
         let answers = self.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await);
         let found: Vec<v1::DescribeResponse> =
             answers.into_iter().filter_map(|(_, answer)| answer.ok()).collect();
-        let newest = found.iter().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
+        let found = begun(found.iter());
+        let newest = found.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
         // Servers may be named as they are reached from here, and not as ranks dial them.
-        let is_named = |server: u32| found.iter().any(|answer| answer.server == server);
+        let is_named = |server: u32| found.clone().any(|answer| answer.server == server);
         let members = newest.into_iter().flat_map(|of| (0..).zip(&of.servers));
         let missing = members.filter(|(server, address)| !address.is_empty() && !is_named(*server));
         let missing: Vec<String> = missing.map(|(_, address)| address.clone()).collect();
@@ -360,8 +361,22 @@ pub(crate) fn is_not_there(fault: &Fault) -> bool {
     (fault.kind, fault.field.as_str()) == (FaultKind::NotFound, "job")
 }
 
+/// Leaves out the answers of servers that were opened for a plan which no decision has begun: these load, by a placement
+/// that is newer than any other server's.
+fn begun<'a>(
+    answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone,
+) -> impl Iterator<Item = &'a v1::DescribeResponse> + Clone {
+    let epoch = |answer: &v1::DescribeResponse| answer.placement.as_ref().map_or(0, |of| of.epoch);
+    let loads = |answer: &v1::DescribeResponse| {
+        answer.progress.as_ref().is_some_and(|progress| progress.phase() == v1::Phase::Loading)
+    };
+    let newest = answers.clone().filter(|answer| !loads(answer)).map(epoch).max();
+    answers.filter(move |answer| !loads(answer) || newest.is_none_or(|newest| epoch(answer) <= newest))
+}
+
 /// Returns the members of the newest placement among these answers. None unless every member has answered.
 fn members<'a>(answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone) -> Option<Vec<u32>> {
+    let answers = begun(answers);
     let newest = answers.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
     let members = (0..).zip(&newest?.servers).filter(|(_, address)| !address.is_empty());
     let members: Vec<u32> = members.map(|(server, _)| server).collect();
@@ -376,8 +391,11 @@ pub(crate) fn is_complete<'a>(answers: impl Iterator<Item = &'a v1::DescribeResp
 
 /// Returns by answer whether its server may be a member of the job.
 pub(crate) fn are_members(found: &Answers<v1::DescribeResponse>) -> Vec<bool> {
-    let members = members(found.iter().filter_map(|(_, answer)| answer.as_ref().ok()));
+    let answers = found.iter().filter_map(|(_, answer)| answer.as_ref().ok());
+    let members = members(answers.clone());
+    let has_begun = |answer| begun(answers.clone()).any(|other| std::ptr::eq(other, answer));
     let is_member = |answer: &Result<v1::DescribeResponse, Fault>| match (answer, &members) {
+        (Ok(answer), _) if !has_begun(answer) => false,
         (_, None) => true,
         (Ok(answer), Some(members)) => members.contains(&answer.server),
         (Err(fault), Some(_)) => !is_not_there(fault),
@@ -445,6 +463,11 @@ mod tests {
         // Server 0 knows the placement before its removal.
         assert_eq!(stay(&[answer(0, 1, &["c:1"]), answer(1, 2, &["", "d:1"])]), [false, true]);
         assert_eq!(stay(&[opened, gone]), [true, true], "a member is missing");
+        // Rank 0 opens a new server with the placement of its plan.
+        let mut planned = answer(1, 2, &["c:1", "d:1"]);
+        let progress = v1::JobProgress { phase: v1::Phase::Loading.into(), ..Default::default() };
+        planned.as_mut().unwrap().progress = Some(progress);
+        assert_eq!(stay(&[answer(0, 1, &["c:1"]), planned]), [true, false]);
         assert_eq!(stay(&[answer(0, 1, &["c:1"]), fault(FaultKind::Unavailable)]), [true, true]);
     }
 }

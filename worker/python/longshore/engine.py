@@ -151,6 +151,19 @@ def loader_of(data: Any, optimizer: optim.Optimizer, collate_fn: Any, settings: 
     )
 
 
+def _advance(scheduler: LRScheduler, steps: int) -> None:
+    """Makes the steps of a scheduler that an earlier process has made."""
+    with warnings.catch_warnings():
+        # torch expects a step of the optimizer first.
+        warnings.filterwarnings("ignore", "Detected call of", UserWarning)
+        try:
+            for _ in range(steps):
+                scheduler.step()
+        except ValueError as error:  # OneCycleLR ends
+            remedy = "give it the steps of the whole run, or name another job= for a new run"
+            raise invalid("lr_scheduler", f"{type(scheduler).__name__} ({error})", f"one of at least {steps} steps, as the job has", remedy) from error
+
+
 class Engine(Asked):
     """A model that trains against optimizer servers.
 
@@ -185,12 +198,9 @@ class Engine(Asked):
         self.skipped_steps = self.global_steps - applied
         self.micro_steps = self.global_steps * self._config.micro_steps
         self.global_samples = self.global_steps * self.train_batch_size()
-        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau) and scheduler.last_epoch == 0:
-            with warnings.catch_warnings():
-                # torch expects a step of the optimizer first.
-                warnings.filterwarnings("ignore", "Detected call of", UserWarning)
-                for _ in range(applied):
-                    scheduler.step()
+        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
+            if scheduler.last_epoch == 0:
+                _advance(scheduler, applied)
         elif scheduler is not None and is_untold:
             optimizer._is_version_known = False  # the first step warns
 

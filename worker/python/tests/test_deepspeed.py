@@ -85,6 +85,12 @@ def test_a_restarted_engine_goes_on_with_schedule_and_counters(delay: int, serve
     run("cut", 3)
     *found, again = run("cut", 6)
     assert found == expected and all(map(torch.equal, weights, again))
+    model, _ = pair("mlp")
+    config = {**CONFIG, "longshore": {"servers": servers, "job": f"cut-{delay}", "delay": delay, "warmup_steps": 0}}
+    with pytest.raises(errors.InvalidError, match=r"OneCycleLR.*one of at least 6 steps, as the job has"):
+        longshore.initialize(
+            model=model, config=config, lr_scheduler=lambda of: torch.optim.lr_scheduler.OneCycleLR(of, 1e-2, total_steps=4)
+        )
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -134,6 +134,52 @@ def test_flush_gives_up_a_backward_that_another_one_outlives() -> None:
     assert same_bits(*models)
 
 
+class Within(torch.autograd.Function):
+    """Runs something within a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.act()
+        return (*gradients, None)
+
+
+def test_flush_gives_up_a_backward_whose_gradients_joined_those_of_another() -> None:
+    models = []
+    for is_interrupted in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+        optimizer.open()
+        has_joined, may_end = threading.Event(), threading.Event()
+
+        def backward(tower: int, act: Callable[[], None] = lambda: None) -> None:
+            first, second = model[tower]
+            second(Within.apply(first(torch.ones(2, 4)), act)).square().sum().backward()
+
+        def joined() -> None:
+            has_joined.set()
+            may_end.wait()
+            raise KeyboardInterrupt
+
+        if is_interrupted:
+            other = threading.Thread(target=lambda: pytest.raises(KeyboardInterrupt, backward, 1, joined))
+            backward(0, lambda: (other.start(), has_joined.wait()))
+            may_end.set()
+            other.join()
+            optimizer.flush()
+        in_turn(lambda: backward(0), lambda: backward(1))
+        optimizer.step()
+        assert optimizer.flush() == 1
+        optimizer.close()
+        models.append(model)
+    assert same_bits(*models)
+
+
 def test_a_copy_leaves_the_current_device_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's ``set_stream`` changes the current device, and programs name devices as "cuda"."""
     other = SimpleNamespace(device=1)

@@ -60,8 +60,9 @@ impl Draft {
                 opened => break Arc::new(opened.map_err(io("create", &temporary))?),
             }
         };
-        // A file system without locks keeps the drafts of a killed server.
-        let _ = flock(&file, FlockOperation::NonBlockingLockExclusive);
+        // Another server that looks at the draft holds its lock for an instant. A file system without locks keeps the drafts
+        // of a killed server.
+        let _ = flock(&file, FlockOperation::LockExclusive);
         let draft = Draft { file, temporary, target, settled: AtomicBool::new(false) };
         // The folders stay now. A crash must not take their names from a file that was flushed.
         missing.iter().try_for_each(|folder| sync_folder(parent(folder)))?;

@@ -109,7 +109,8 @@ fn remove(folder: &Path) -> Result<bool, Fault> {
     let Some(_lock) = try_lock(folder) else { return Ok(false) };
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let removed = folder.with_file_name(format!("{REMOVED}{name}-{}", files::unique()));
-    gone(fs::rename(folder, &removed)).map_err(io("rename", folder))?;
+    // Some mounts rename no folder.
+    let removed = fs::rename(folder, &removed).map_or_else(|_| folder.to_path_buf(), |()| removed);
     files::sync_folder(files::parent(folder))?;
     clear(&removed);
     Ok(true)

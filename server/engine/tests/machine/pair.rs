@@ -393,7 +393,7 @@ impl Pair {
     }
 
     fn resume(&mut self) {
-        let scale = self.noise.pick(&[0.0, 8.0, 4.0, f64::NAN, -1.0, 1e-40, 1e60]);
+        let scale = self.noise.pick(&[0.0, 8.0, 8.0, 4.0, 4.0, f64::NAN, -1.0, 1e-40, 1e60]);
         let near = [self.model.version, self.model.version + 1, self.model.version.saturating_sub(1)];
         let version = self.noise.one_in(2).then(|| self.noise.pick(&near));
         let expected = self.model.resume(version, scale);

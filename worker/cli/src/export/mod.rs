@@ -5,6 +5,7 @@ mod files;
 mod target;
 
 use std::{
+    collections::BTreeSet,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -71,7 +72,11 @@ pub(crate) fn run(servers: &Servers, settings: &Settings) -> anyhow::Result<Expo
             let answer = answer.map_err(|fault| failed("Describe", &server.address, fault));
             is_member.then(|| answer.map(|answer| (server.clone(), answer)))
         };
-        let answers = members.filter_map(answer).collect::<Result<Vec<(Server, v1::DescribeResponse)>>>()?;
+        let mut answers =
+            members.filter_map(answer).collect::<Result<Vec<(Server, v1::DescribeResponse)>>>()?;
+        // A server may be named by two addresses.
+        let mut numbers = BTreeSet::new();
+        answers.retain(|(_, answer)| numbers.insert(answer.server));
         let version = Version(asked_version(answers.iter().map(|(_, answer)| answer), tried));
         let newest =
             answers.iter().filter_map(|(_, answer)| answer.placement.clone()).max_by_key(|of| of.epoch);

@@ -466,7 +466,7 @@ class Connected(torch.optim.Optimizer):
     _finalizer: Any
     _now: Step
     _is_version_known: bool
-    _is_taken: bool
+    _taken: dict[str, Any] | None
     #: Number of updates that made the weights.
     _applied: Tensor
 

@@ -74,8 +74,8 @@ class Optimizer(Stepping, Stateful):
         self._loss = None
         self.resume_data = None
         self._is_version_known = False
-        #: True if a state was taken and none loaded since.
-        self._is_taken = False
+        #: The handle of the latest state that was taken, until a state is loaded.
+        self._taken: dict[str, Any] | None = None
         self._checkpointed: tuple[int, str] | None = None
         #: True to warn once that checkpoints end with this process.
         self._warns_of_checkpoints = True

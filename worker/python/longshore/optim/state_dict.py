@@ -339,8 +339,8 @@ class Stateful(Connected):
         is_whole = self._now.state not in (State.PUSHED, State.TORN)
         is_here = wanted[0] == self._version and (connection is None or (connection.made == made and is_whole))
         # Accelerate loads the state that it has just taken. Any other state is a script's own word on the version.
-        self._is_version_known |= not self._is_taken
-        self._is_taken = False
+        self._is_version_known |= self._taken != state_dict[KEY]
+        self._taken = None
         if is_here and not is_other:
             return
         if connection is not None and connection.joined == wanted[0] and not is_other:
@@ -390,9 +390,10 @@ class Stateful(Connected):
         return state
 
     def _state_dict(self, full: bool | None) -> dict[str, Any]:
-        state, self._is_taken = super().state_dict(), True
+        state = super().state_dict()
         fingerprint = self._connection.fingerprint if self._connection else None
         state[KEY] = self._handle(fingerprint)
+        self._taken = {**state[KEY]}
         if self._checkpointed is not None and self._checkpointed[0] == self._version:
             state[KEY]["checkpoint"] = self._checkpointed[1]
         if full is None and not self.saves_all:

@@ -29,6 +29,7 @@ from longshore.transfer.weights import Weights
 
 
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_task = torch._C._current_graph_task_id
 
 
 class Stream:
@@ -131,7 +132,7 @@ class Stream:
                 self._take_first(tensor)
                 return
             index = param.index
-            if index in taken or index not in self._unit:
+            if index in taken or index not in self._unit or _task() not in self._step.running:
                 self._take_first(tensor)
                 return
             if self._pusher is not None:
@@ -149,7 +150,7 @@ class Stream:
     def _take_first(self, tensor: Tensor) -> None:
         """Implements :meth:`_take` with all checks."""
         optimizer, connection = self._open()
-        task = torch._C._current_graph_task_id()
+        task = _task()
         if task != -1 and task not in self._step.running:
             self._step.running.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_backward, task))

@@ -93,6 +93,9 @@ impl ShmTier {
         }
         let mut records = lock(&self.records);
         let area = &mut records.bytes_mut()[start_of(place)..][..RECORD_BYTES];
+        // No record, before one of two notes is gone and the older one counts.
+        area[..MAGIC_BYTES].fill(0);
+        fence(Ordering::SeqCst);
         (0..NOTES).for_each(|place| area[note_at(place)..][..MAGIC_BYTES].fill(0));
         write_frame(area, &frame);
         Ok(())
