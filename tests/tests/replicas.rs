@@ -148,6 +148,8 @@ fn a_job_outlives_servers_that_no_operator_speaks_of() {
     let train = replicated(soak::pick(300, 2500), 2, &DELAYED).args(["--deadline-s", "15"]);
     let train =
         train.allow("still waiting for a server").allow("not given up yet").allow("cannot be changed yet");
+    // At the end rank 0 and a server die together, which may be in the middle of a step.
+    let train = train.allow("have other gradients");
     let expected = undisturbed(&train);
     let mut random = Random::new();
     let mut servers = server::servers(3, &ServerOptions::new().allow("cannot be fetched yet"));
@@ -174,10 +176,15 @@ fn a_job_outlives_servers_that_no_operator_speaks_of() {
     let count = other.log().iter().filter(|of| is_lost(of)).count();
     let given_up = || (other.log().iter().filter(|of| is_lost(of)).count() > count).then_some(());
     eventually("a word of its loss", given_up);
+    // Rank 0 ends the job there, or its next plan begins the job anew first.
+    let ended = |of: &&Value| {
+        ["this server has left the job", "job opened"].iter().any(|said| of["fields"]["message"] == *said)
+    };
+    let before = silent.log().iter().filter(ended).count();
     silent.process.go_on();
-    let has_ended =
-        || silent.log().iter().any(|of| of["fields"]["message"] == "this server has left the job");
-    eventually("the end of the job there", || has_ended().then_some(()));
+    eventually("the end of the job there", || {
+        (silent.log().iter().filter(ended).count() > before).then_some(())
+    });
     while job_status(&addresses).servers.len() < 3 {
         running[0].until_steps(1);
     }
