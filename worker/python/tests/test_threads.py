@@ -101,39 +101,6 @@ def test_a_gradient_waits_for_the_thread_that_reads_its_weights(monkeypatch: pyt
     optimizer.close()
 
 
-class Interrupted(torch.autograd.Function):
-    """Runs something within a backward pass, and interrupts the pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
-        ctx.act = act
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        ctx.act()
-        raise KeyboardInterrupt
-
-
-def test_flush_gives_up_a_backward_that_another_one_outlives() -> None:
-    models = []
-    for is_interrupted in (False, True):
-        model = Towers()
-        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
-        optimizer.open()
-        if is_interrupted:
-            hidden = Interrupted.apply(model[0][:-1](torch.ones(4, 8)), lambda: at_once(lambda: model.backward(1, 0)))
-            with pytest.raises(KeyboardInterrupt):
-                model[0][-1](hidden).sum().backward()
-            optimizer.flush()
-        in_turn(*(lambda tower=tower: model.backward(tower, 0) for tower in range(2)))
-        optimizer.step()
-        assert optimizer.flush() == 1
-        optimizer.close()
-        models.append(model)
-    assert same_bits(*models)
-
-
 class Within(torch.autograd.Function):
     """Runs something within a backward pass."""
 
@@ -146,6 +113,25 @@ class Within(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.act()
         return (*gradients, None)
+
+
+def test_flush_gives_up_a_backward_that_another_one_outlives() -> None:
+    models = []
+    for is_interrupted in (False, True):
+        model = Towers()
+        optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=True)
+        optimizer.open()
+        if is_interrupted:
+            hidden = Within.apply(model[0][:-1](torch.ones(4, 8)), lambda: (at_once(lambda: model.backward(1, 0)), interrupted()))
+            with pytest.raises(KeyboardInterrupt):
+                model[0][-1](hidden).sum().backward()
+            optimizer.flush()
+        in_turn(*(lambda tower=tower: model.backward(tower, 0) for tower in range(2)))
+        optimizer.step()
+        assert optimizer.flush() == 1
+        optimizer.close()
+        models.append(model)
+    assert same_bits(*models)
 
 
 def test_flush_gives_up_a_backward_whose_gradients_joined_those_of_another() -> None:

@@ -180,7 +180,7 @@ class Optimizer(Stepping, Stateful):
     @property
     def global_step(self) -> int:
         """The number of steps made, by which a restarted script goes on with its data and schedule. With ``delay=1`` it is one more than
-        :attr:`version`."""
+        :attr:`version` until a :meth:`flush`."""
         self._is_version_known = True
         return self._connection.made if self._connection else 0
 

@@ -93,7 +93,7 @@ impl ShmTier {
         }
         let mut records = lock(&self.records);
         let area = &mut records.bytes_mut()[start_of(place)..][..RECORD_BYTES];
-        // No record, before one of two notes is gone and the older one counts.
+        // The record goes first. Without the newer of two notes the older one would count.
         area[..MAGIC_BYTES].fill(0);
         fence(Ordering::SeqCst);
         (0..NOTES).for_each(|place| area[note_at(place)..][..MAGIC_BYTES].fill(0));
