@@ -20,7 +20,10 @@ use longshore_proto::{
     Version, limits::DEFAULT_MAX_EXPOSED,
 };
 
-use super::moves::{Added, Plan, Unprepared, awaits_nothing, begin_all, give_up, leaving, prepare};
+use super::{
+    moves::{Plan, awaits_nothing, leaving},
+    prepare::{Added, Unprepared, begin_all, give_up, prepare},
+};
 use crate::{
     cluster::Cluster,
     error::Result,

@@ -8,6 +8,7 @@ mod moves;
 mod options;
 mod outcome;
 mod plan;
+mod prepare;
 mod resume;
 mod shared;
 mod stats;
@@ -33,10 +34,10 @@ use self::{
 };
 pub use self::{
     idle::move_idle,
-    moves::wanted_tier,
     options::{Accumulate, DelayCorrection, HyperOf, PipelineOptions, Weights},
     outcome::{StepOutcome, Timing},
     plan::{Moved, check_holders, plan_moves},
+    prepare::wanted_tier,
     step::StepInputs,
 };
 use crate::{

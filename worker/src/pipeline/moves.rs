@@ -8,31 +8,25 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
-    future::Future,
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::Arc,
     time::Duration,
 };
 
-use futures_util::future::{join_all, try_join_all};
+use futures_util::future::join_all;
 use longshore_proto::{
-    Epoch, Fault, FaultKind, JobSpec, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step,
-    TierKind, Version,
-    limits::{DEFAULT_MAX_EXPOSED, PROTOCOL},
+    Epoch, Fault, FaultKind, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, TierKind,
+    Version, limits::DEFAULT_MAX_EXPOSED,
 };
-use longshore_wire::{
-    Wire, fault_from_status,
-    v1::{
-        BeginRequest, DescribeResponse, JoinRequest, ListJobsRequest, ListJobsResponse, OpenJobRequest,
-        OpenJobResponse, RankMember, RetireRequest, Wanted,
-    },
-};
+use longshore_wire::v1::{DescribeResponse, Wanted};
 use tokio::sync::watch;
-use tonic::{Response, Status};
 
-use super::plan::{Moved, check_holders, heal, plan_moves, without_replicas};
+use super::{
+    plan::{heal, without_replicas},
+    prepare::{Added, Unprepared, begin_all, give_up, prepare},
+};
 use crate::{
-    cluster::{Cluster, Peer, Task},
-    error::{CallFailed, Error, Result},
+    cluster::{Cluster, Task},
+    error::Result,
     host::{self, Instant},
     push::Gradients,
     rank::{RankState, clock_ahead},
@@ -70,13 +64,15 @@ pub(super) struct Moves {
 
 /// Moves that lead to the wanted servers.
 pub(super) struct Plan {
-    asked: u64,
-    wanted: Vec<String>,
+    pub(super) asked: u64,
+    /// Epoch of the placement that the plan begins with.
+    pub(super) since: Epoch,
+    pub(super) wanted: Vec<String>,
     pub(super) added: Vec<Added>,
     /// New owners of shards, and then new replicas.
-    moves: VecDeque<(ShardId, ServerId)>,
-    replicas: VecDeque<(ShardId, ServerId)>,
-    pace: Pace,
+    pub(super) moves: VecDeque<(ShardId, ServerId)>,
+    pub(super) replicas: VecDeque<(ShardId, ServerId)>,
+    pub(super) pace: Pace,
 }
 
 impl Plan {
@@ -135,28 +131,9 @@ impl Plan {
     }
 }
 
-/// A plan that failed.
-pub(super) struct Unprepared {
-    pub(super) error: Error,
-    /// Servers that may keep memory for it.
-    pub(super) opened: Vec<Added>,
-}
-
-impl<E: Into<Error>> From<E> for Unprepared {
-    fn from(error: E) -> Unprepared {
-        Unprepared { error: error.into(), opened: Vec::new() }
-    }
-}
-
-/// A server that is opened for the job and takes no part yet.
-pub(super) struct Added {
-    pub(super) server: ServerId,
-    pub(super) peer: Peer,
-}
-
 /// How many shards a decision moves to each server. The number doubles until updates have waited for a considerable part
 /// of a step, and halves then. Later one shard is added at a time.
-struct Pace {
+pub(super) struct Pace {
     /// Part of the time between two decisions that updates may wait for shards.
     max_exposed: f64,
     shards: usize,
@@ -168,7 +145,7 @@ struct Pace {
 }
 
 impl Pace {
-    fn new(max_exposed: f64) -> Pace {
+    pub(super) fn new(max_exposed: f64) -> Pace {
         Pace { max_exposed, shards: 1, has_waited: false, quiet: 0, held: BTreeMap::new(), looked: None }
     }
 
@@ -290,19 +267,25 @@ impl Moves {
         // Answers from before the change say nothing of it.
         self.looking = self.plan.is_some().then(|| look(&self.cluster));
         self.retiring.extend(change.removed.iter().map(|&server| (step, server)));
+        // New replicas come a step sooner.
+        if !change.lost.is_empty() {
+            self.take_wish(Step(step.0 + 1));
+        }
         tracing::debug!(job = %self.cluster.job(), %step, ?change, "the placement changes");
     }
 
-    /// Begins to prepare the newest wish, once no earlier change is under way.
+    /// Begins to prepare the newest wish before the decision on `step`, once no earlier change is under way.
     fn take_wish(&mut self, step: Step) {
         let Wanted { servers, asked_micros, max_exposed, tier, .. } = self.wanted.borrow().clone();
         if let Some(replaced) = self.plan.take_if(|plan| plan.asked < asked_micros) {
             self.unused.extend(replaced.added);
         }
+        let placement = self.cluster.placement();
         if let Some(ended) = self.preparing.as_mut().and_then(Task::ended) {
             self.preparing = None;
             match ended {
-                Ok(Ok(plan)) if plan.asked == asked_micros => {
+                // A server may have been lost meanwhile.
+                Ok(Ok(plan)) if plan.asked == asked_micros && plan.since == placement.epoch => {
                     (self.plan, self.obstacle) = (Some(plan), String::new());
                 }
                 Ok(Ok(replaced)) => self.unused.extend(replaced.added),
@@ -313,7 +296,6 @@ impl Moves {
                 Err(_) => {}
             }
         }
-        let placement = self.cluster.placement();
         // A server that is leaving cannot be opened anew.
         let is_free = self.plan.is_none() && self.preparing.is_none() && self.retiring.is_empty();
         if !is_free || Instant::now() < self.not_before || !placement.is_settled(Version(step.0 - 1)) {
@@ -465,187 +447,12 @@ fn look(cluster: &Arc<Cluster>) -> Task<Vec<(ServerId, DescribeResponse)>> {
     })
 }
 
-/// The tier in which a job's new servers keep it. `wanted` has the wish's tier and those of the wanted servers that have the
-/// job; without any, the `present` servers decide.
-///
-/// # Errors
-/// `Precondition` for several tiers: a server on drives may have to step back, and a server of another tier never does.
-pub fn wanted_tier(
-    wanted: BTreeSet<TierKind>,
-    present: impl Iterator<Item = TierKind>,
-) -> Result<TierKind, Fault> {
-    let tiers = if wanted.is_empty() { present.collect() } else { wanted };
-    match tiers.first() {
-        Some(&tier) if tiers.len() == 1 => Ok(tier),
-        _ => {
-            let value = tiers.into_iter().map(TierKind::name).collect::<Vec<_>>().join(" and ");
-            let limit = "one tier on all servers that the job shall have";
-            let remedy = "name a tier, and servers that the job is not on yet or that are in that tier";
-            Err(Fault::new(FaultKind::Precondition, "tier", value, limit, remedy))
-        }
-    }
-}
-
-/// Opens the job on servers that it is not on yet, and plans the moves.
-pub(super) async fn prepare(
-    cluster: Arc<Cluster>,
-    placement: Arc<Placement>,
-    (wanted, tier): (Vec<String>, Option<TierKind>),
-    asked: u64,
-    max_exposed: f64,
-) -> Result<Plan, Unprepared> {
-    let mut spec = cluster.spec().clone();
-    let known =
-        |address: &String| placement.members().find(|of| placement.servers[of.0 as usize] == *address);
-    let (mut members, mut new) = (Vec::new(), Vec::new());
-    for address in &wanted {
-        match known(address) {
-            Some(server) => members.push(server),
-            None => new.push(address.clone()),
-        }
-    }
-    let tiers = members.iter().map(|&server| cluster.tier(server)).chain(tier).collect();
-    spec.tier = wanted_tier(tiers, placement.members().map(|server| cluster.tier(server)))?;
-    let open = async |spec: &JobSpec,
-                      server: ServerId,
-                      peer: &Peer,
-                      placement: &Placement,
-                      is_new|
-           -> Result<OpenJobResponse> {
-        let request = OpenJobRequest {
-            spec: Some(spec.to_wire()),
-            placement: Some(placement.to_wire()),
-            server: server.0,
-            protocol: PROTOCOL,
-            is_new,
-            incarnation: cluster.incarnation.load(Relaxed),
-        };
-        // Slow: a server allocates and touches all of its memory before it answers.
-        let time = cluster.options.slow_deadline;
-        ask(&cluster, peer, "OpenJob", time, async { peer.training().open_job(request).await }).await
-    };
-    for &server in &members {
-        let answer = open(&spec, server, cluster.peer(server), &placement, false).await?;
-        // The job may take more ranks than this run has.
-        spec = spec.of_ranks(answer.world_size.max(spec.world_size));
-    }
-    let first = placement.servers.len() as u32;
-    let numbered: Vec<(ServerId, String)> = (first..).map(ServerId).zip(new).collect();
-    let addresses: Vec<String> = numbered.iter().map(|(_, address)| address.clone()).collect();
-    members.extend(numbered.iter().map(|(server, _)| *server));
-    let dialled = numbered.into_iter().map(async |(server, address)| -> Result<Added> {
-        let start = Instant::now();
-        let peer = cluster.dial(&address, (start, start + cluster.options.deadline)).await?;
-        Ok(Added { server, peer })
-    });
-    let added = try_join_all(dialled).await?;
-    let known =
-        members.iter().filter(|server| server.0 < first).map(|&server| (server, cluster.peer(server)));
-    let all = known.chain(added.iter().map(|Added { server, peer }| (*server, peer)));
-    let rooms = all.map(async |(server, peer)| -> Result<(ServerId, ListJobsResponse)> {
-        let (request, time) = (ListJobsRequest { spec: Some(spec.to_wire()) }, cluster.options.deadline);
-        let answer = ask(&cluster, peer, "ListJobs", time, async { peer.admin().list_jobs(request).await });
-        Ok((server, answer.await?))
-    });
-    let mut rooms = try_join_all(rooms).await?;
-    rooms.retain(|(_, answer)| !answer.is_witness);
-    let holders: Vec<ServerId> = rooms.iter().map(|(server, _)| *server).collect();
-    check_holders(spec.replicas, &holders, &wanted)?;
-    let room = rooms.into_iter().filter_map(|(server, of)| Some((server, of.shard_room? as usize))).collect();
-    let Moved { moves, replicas, placement: mut target } =
-        plan_moves(&placement, &cluster.layout, &holders, &addresses, &room);
-    target.epoch.0 += 1;
-    let (target, spec) = (&target, &spec);
-    let gets = |server: ServerId| moves.iter().chain(&replicas).any(|(_, to)| *to == server);
-    for &server in members.iter().filter(|&&server| server.0 < first && gets(server)) {
-        open(spec, server, cluster.peer(server), target, false).await?;
-    }
-    let opened = added.iter().map(|Added { server, peer }| open(spec, *server, peer, target, true));
-    if let Some(error) = join_all(opened).await.into_iter().find_map(Result::err) {
-        return Err(Unprepared { error, opened: added });
-    }
-    let (shards, copies) = (moves.len(), replicas.len());
-    tracing::info!(job = %cluster.job(), servers = ?wanted, shards, replicas = copies, max_exposed, "moving to other servers");
-    let (moves, replicas) = (moves.into(), replicas.into());
-    Ok(Plan { asked, wanted, added, moves, replicas, pace: Pace::new(max_exposed) })
-}
-
-/// Ends the job on a server that was opened for it and takes no part.
-pub(super) async fn give_up(cluster: &Cluster, Added { peer, .. }: &Added, incarnation: u64) {
-    let request = RetireRequest { job: cluster.job().to_string(), incarnation, placement: None };
-    let retired = async { peer.training().retire(request).await };
-    if let Err(error) = ask(cluster, peer, "Retire", cluster.options.deadline, retired).await {
-        tracing::info!(server = peer.address, %error, "gives the job up by itself, in an hour");
-    }
-}
-
-/// Begins new servers at a version that all servers of the job have. Returns their addresses.
-pub(super) async fn begin_all(
-    cluster: &Cluster,
-    rank: &RankState,
-    added: &[Added],
-    version: Version,
-) -> Result<Vec<String>> {
-    let (job, incarnation) = (cluster.job().to_string(), rank.incarnation().0);
-    let answer = cluster.glance(cluster.first()).await?;
-    let progress = answer.progress.filter(|progress| progress.version == version.0);
-    let Some(progress) = progress else {
-        let remedy = "it is tried again";
-        return Err(Fault::new(FaultKind::Unavailable, "version", "another one", version.0, remedy).into());
-    };
-    let joined = answer.ranks.into_iter().filter(|rank| rank.incarnation != 0 && !rank.left);
-    let ranks: Vec<_> = joined
-        .map(|rank| RankMember { rank: rank.rank, incarnation: rank.incarnation, joined_at: rank.joined_at })
-        .collect();
-    let placement = Some(cluster.placement().to_wire());
-    let begin = |added: &Added| {
-        let join = JoinRequest { job: job.clone(), rank: 0, incarnation, ..Default::default() };
-        let (placement, progress) = (placement.clone(), Some(progress.clone()));
-        let begin = BeginRequest {
-            job: job.clone(),
-            incarnation,
-            placement,
-            progress,
-            ranks: ranks.clone(),
-            takes_part: false,
-        };
-        let (server, peer) = (added.server, added.peer.clone());
-        async move {
-            let time = cluster.options.deadline;
-            let joined =
-                ask(cluster, &peer, "Join", time, async { peer.training().join(join).await }).await?;
-            cluster.keeps(server, joined.tier);
-            ask(cluster, &peer, "Begin", time, async { peer.training().begin(begin).await }).await
-        }
-    };
-    join_all(added.iter().map(begin)).await.into_iter().collect::<Result<Vec<_>>>()?;
-    Ok(added.iter().map(|added| added.peer.address.clone()).collect())
-}
-
-/// Calls a server that is no member of the job yet. The plan is tried again as a whole, so the call is not.
-async fn ask<T>(
-    cluster: &Cluster,
-    peer: &Peer,
-    call: &'static str,
-    time: Duration,
-    answer: impl Future<Output = std::result::Result<Response<T>, Status>>,
-) -> Result<T> {
-    let late = |_| Fault::new(FaultKind::Deadline, call, "unanswered", "answered", "see that server's log");
-    let answer = host::timeout(time, answer).await.map_err(late);
-    let answer = answer.and_then(|answer| answer.map_err(|status| fault_from_status(&status, &peer.address)));
-    let failed = |fault| CallFailed {
-        server: peer.address.clone(),
-        job: cluster.job().clone(),
-        call,
-        step: None,
-        fault,
-    };
-    Ok(answer.map_err(failed)?.into_inner())
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{super::plan::tests::layout, *};
+    use super::{
+        super::plan::{plan_moves, tests::layout},
+        *,
+    };
 
     /// Seconds of a step, and seconds for which updates wait with so many shards a decision.
     fn paced(max_exposed: f64, step: f64, waits: impl Fn(usize) -> f64, steps: usize) -> Vec<usize> {
@@ -689,7 +496,8 @@ mod tests {
         let mut pace = Pace::new(DEFAULT_MAX_EXPOSED);
         pace.shards = 2;
         let (moves, replicas) = (moved.moves.into(), moved.replicas.into());
-        let mut plan = Plan { asked: 1, wanted: vec![], added: vec![], moves, replicas, pace };
+        let since = placement.epoch;
+        let mut plan = Plan { asked: 1, since, wanted: vec![], added: vec![], moves, replicas, pace };
         let mut lacking = Vec::new();
         for step in (7..40).map(Step) {
             let destinations = [0, 2, 3].map(ServerId).into();
