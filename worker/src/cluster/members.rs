@@ -333,7 +333,7 @@ impl Cluster {
     }
 
     /// Asks the first server for the newest placement: a decision may have changed it since this rank began to join, or
-    /// a step back may have taken a change back. The caller joins its servers before it sets the placement, since
+    /// a step back may have taken a change back. A rank with lanes joins its servers before it sets the placement, since
     /// gradients go to owners at once.
     pub(crate) async fn newest_placement(&self) -> Option<Placement> {
         let peer = [self.peers[self.first()].clone()];
@@ -373,11 +373,13 @@ impl Cluster {
         let found = discover(self.job().as_str(), &peers, self.patience()).await.changed();
         let Some(placement) = found else { return Ok(false) };
         let new = self.not_joined(&placement);
-        for (server, address) in &new {
-            self.meet(*server, address).await?;
-            self.add_member(*server);
-        }
+        // The placement comes first: only its members can be given up.
         self.set_placement(placement);
+        for (server, address) in &new {
+            if self.unless_lost(*server, self.meet(*server, address)).await?.is_some() {
+                self.add_member(*server);
+            }
+        }
         Ok(!new.is_empty())
     }
 

@@ -72,12 +72,17 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
     let (incarnation, mut progress) = align(cluster, rank, incarnation).await?;
     rank.set_incarnation(incarnation);
     if let Some(placement) = cluster.newest_placement().await {
-        for (server, address) in cluster.not_joined(&placement) {
-            cluster.meet(server, &address).await?;
-            rank.join_on(cluster, server, incarnation).await?;
-            cluster.add_member(server);
-        }
+        let new = cluster.not_joined(&placement);
         cluster.set_placement(placement);
+        for (server, address) in new {
+            let joined = async {
+                cluster.meet(server, &address).await?;
+                rank.join_on(cluster, server, incarnation).await
+            };
+            if cluster.unless_lost(server, joined).await?.is_some() {
+                cluster.add_member(server);
+            }
+        }
     }
     rank.set_joined_at(Version(first_of(&progress).version));
     if progress.values().any(|progress| progress.world_size != cluster.options.world_size) {
