@@ -207,9 +207,13 @@ pub(crate) fn publish<S: Stamp>(stamp: &S, value: u64) {
 }
 
 /// Returns the stamp, after all earlier reads of bytes and before all later ones.
+///
+/// The load is relaxed: readers map stamps read-only, where Rust promises no other order of loads.
 pub(crate) fn look<S: Stamp>(stamp: &S) -> u64 {
     S::fence(SeqCst);
-    stamp.load(SeqCst)
+    let value = stamp.load(Ordering::Relaxed);
+    S::fence(SeqCst);
+    value
 }
 
 #[cfg(all(test, not(loom)))]
