@@ -5,7 +5,7 @@ use std::{
     io,
     ops::Range,
     path::Path,
-    sync::{Arc, Mutex, Once, PoisonError},
+    sync::{Arc, Once, OnceLock},
 };
 
 use super::{
@@ -160,7 +160,7 @@ impl Slab {
 
     /// Touches regions. Those without a gap between them are a run, and nothing outside of the runs is touched.
     fn touch(&self, regions: &[Range<usize>], runs: &[Range<usize>], near: &impl Near) -> io::Result<()> {
-        let failed = Mutex::new(None);
+        let failed = OnceLock::new();
         // The parts are fractions, since all regions are shared out in the same way.
         const PARTS: usize = 1 << 20;
         near.shares(PARTS, &|share: Range<usize>| {
@@ -180,12 +180,13 @@ impl Slab {
                     continue;
                 }
                 if let Err(error) = self.map.populate(from..to) {
-                    failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    // The first failure of all threads is the slab's.
+                    let _ = failed.set(error);
                     return;
                 }
             }
         });
-        match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        match failed.into_inner() {
             Some(error) if error.kind() == io::ErrorKind::InvalidInput => {
                 // Before Linux 5.14 the first use of a page touches it.
                 tracing::debug!(%error, "could not touch memory ahead of its use");

@@ -58,10 +58,11 @@ impl Traffic<'_> {
             // SAFETY: the CPU has the instructions, and the lines of all groups are inside the arrays, which are
             // borrowed for this call; the written one is aligned.
             unsafe {
-                match () {
-                    () if is_x86_feature_detected!("avx512f") => return avx512(&arrays),
-                    () if is_x86_feature_detected!("avx2") => return avx2(&arrays),
-                    () => {}
+                if is_x86_feature_detected!("avx512f") {
+                    return avx512(&arrays);
+                }
+                if is_x86_feature_detected!("avx2") {
+                    return avx2(&arrays);
                 }
             }
         }
