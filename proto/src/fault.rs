@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::legible::legible;
+use crate::{legible::legible, named::named};
 
 /// Field of a conflict: the decision was made from other contributions than the server has.
 pub const ORIGIN: &str = "commit.origin";
@@ -49,40 +49,23 @@ pub enum FaultKind {
     Internal,
 }
 
+// The names are those on the wire, and stay.
+named!(FaultKind;
+    Invalid = "INVALID",
+    Conflict = "CONFLICT",
+    NotFound = "NOT_FOUND",
+    Precondition = "PRECONDITION",
+    Unauthenticated = "UNAUTHENTICATED",
+    Forbidden = "FORBIDDEN",
+    Fenced = "FENCED",
+    Exhausted = "EXHAUSTED",
+    Deadline = "DEADLINE",
+    Corrupt = "CORRUPT",
+    Unavailable = "UNAVAILABLE",
+    Internal = "INTERNAL",
+);
+
 impl FaultKind {
-    pub const ALL: [FaultKind; 12] = [
-        FaultKind::Invalid,
-        FaultKind::Conflict,
-        FaultKind::NotFound,
-        FaultKind::Precondition,
-        FaultKind::Unauthenticated,
-        FaultKind::Forbidden,
-        FaultKind::Fenced,
-        FaultKind::Exhausted,
-        FaultKind::Deadline,
-        FaultKind::Corrupt,
-        FaultKind::Unavailable,
-        FaultKind::Internal,
-    ];
-
-    /// Returns the stable name on the wire.
-    pub fn name(self) -> &'static str {
-        match self {
-            FaultKind::Invalid => "INVALID",
-            FaultKind::Conflict => "CONFLICT",
-            FaultKind::NotFound => "NOT_FOUND",
-            FaultKind::Precondition => "PRECONDITION",
-            FaultKind::Unauthenticated => "UNAUTHENTICATED",
-            FaultKind::Forbidden => "FORBIDDEN",
-            FaultKind::Fenced => "FENCED",
-            FaultKind::Exhausted => "EXHAUSTED",
-            FaultKind::Deadline => "DEADLINE",
-            FaultKind::Corrupt => "CORRUPT",
-            FaultKind::Unavailable => "UNAVAILABLE",
-            FaultKind::Internal => "INTERNAL",
-        }
-    }
-
     pub fn from_name(name: &str) -> Option<FaultKind> {
         FaultKind::ALL.into_iter().find(|kind| kind.name() == name)
     }

@@ -1,8 +1,6 @@
 //! Update rules and the hyperparameters of a param group.
 
-use std::{fmt, str::FromStr};
-
-use crate::fault::Fault;
+use crate::{fault::Fault, named::named};
 
 macro_rules! rules {
     ($($rule:ident = $number:literal, $name:literal, $arrays:expr, $look_ahead:expr;)*) => {
@@ -13,15 +11,9 @@ macro_rules! rules {
             $($rule = $number,)*
         }
 
+        named!(Rule, "rule"; $($rule = $name),*);
+
         impl Rule {
-            pub const ALL: [Rule; [$(Rule::$rule,)*].len()] = [$(Rule::$rule,)*];
-
-            pub fn name(self) -> &'static str {
-                match self {
-                    $(Rule::$rule => $name,)*
-                }
-            }
-
             /// Returns the number in messages: `Rule` of common.proto.
             pub fn number(self) -> i32 {
                 self as i32
@@ -81,21 +73,6 @@ impl Rule {
             Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
             _ => names.concat(),
         }
-    }
-}
-
-impl fmt::Display for Rule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Rule {
-    type Err = Fault;
-
-    fn from_str(text: &str) -> Result<Self, Fault> {
-        let found = Rule::ALL.into_iter().find(|rule| rule.name() == text);
-        found.ok_or_else(|| Fault::invalid("rule", text, Rule::names(|_| true), "name one of them"))
     }
 }
 

@@ -15,6 +15,7 @@ pub mod layout;
 pub mod left_out;
 pub mod legible;
 pub mod limits;
+mod named;
 pub mod partition;
 pub mod placement;
 pub mod properties;

@@ -1,9 +1,7 @@
 //! The table of tiers, and the properties that follow from a job's tier, for code that does not hold its state. Only
 //! the engine's `tier` folder matches on tiers: all other code asks for these properties.
 
-use std::{fmt, str::FromStr};
-
-use crate::fault::Fault;
+use crate::named::named;
 
 macro_rules! tiers {
     ($($tier:ident = $number:literal, $name:literal, $lifetime:expr, durable_later: $durable_later:literal;)*) => {
@@ -14,15 +12,9 @@ macro_rules! tiers {
             $($tier = $number,)*
         }
 
+        named!(TierKind, "tier"; $($tier = $name),*);
+
         impl TierKind {
-            pub const ALL: [TierKind; [$(TierKind::$tier,)*].len()] = [$(TierKind::$tier,)*];
-
-            pub fn name(self) -> &'static str {
-                match self {
-                    $(TierKind::$tier => $name,)*
-                }
-            }
-
             /// Returns the number in messages: `Tier` of common.proto.
             pub fn number(self) -> i32 {
                 self as i32
@@ -79,21 +71,5 @@ impl JobProperties {
 impl TierKind {
     pub fn from_number(number: i32) -> Option<TierKind> {
         TierKind::ALL.into_iter().find(|tier| tier.number() == number)
-    }
-}
-
-impl fmt::Display for TierKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for TierKind {
-    type Err = Fault;
-
-    fn from_str(text: &str) -> Result<Self, Fault> {
-        let found = TierKind::ALL.into_iter().find(|tier| tier.name() == text);
-        let names = || format!("one of {}", TierKind::ALL.map(TierKind::name).join(", "));
-        found.ok_or_else(|| Fault::invalid("tier", text, names(), "name one of them"))
     }
 }

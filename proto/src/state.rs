@@ -1,12 +1,10 @@
 //! Formats of a job's optimizer state, the same in memory, on disk and in checkpoints. Their numbers are those of
 //! common.proto.
 
-use std::{fmt, str::FromStr};
-
 use crate::{
-    fault::Fault,
     hyper::{Moment, Rule},
     limits::QUANTIZATION_ELEMENTS,
+    named::named,
 };
 
 /// An array of a shard's state.
@@ -18,9 +16,9 @@ pub enum StateArray {
     Second = 2,
 }
 
-impl StateArray {
-    pub const ALL: [StateArray; 3] = [StateArray::Master, StateArray::First, StateArray::Second];
+named!(StateArray; Master = "master weights", First = "first moments", Second = "second moments");
 
+impl StateArray {
     pub fn of(rule: Rule) -> &'static [StateArray] {
         &StateArray::ALL[..=rule.state_slots()]
     }
@@ -32,20 +30,6 @@ impl StateArray {
     /// Returns whether the rule keeps sums of squares in this array, which have no sign.
     pub fn is_squares(self, rule: Rule) -> bool {
         self.index().checked_sub(1).and_then(|slot| rule.moments().get(slot)) == Some(&Moment::Squares)
-    }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            StateArray::Master => "master weights",
-            StateArray::First => "first moments",
-            StateArray::Second => "second moments",
-        }
-    }
-}
-
-impl fmt::Display for StateArray {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 
@@ -101,9 +85,9 @@ impl Formats {
     }
 }
 
-impl StateFormat {
-    pub const ALL: [StateFormat; 3] = [StateFormat::F32, StateFormat::Bf16, StateFormat::Block8];
+named!(StateFormat, "state"; F32 = "fp32" | "f32", Bf16 = "bf16", Block8 = "block8");
 
+impl StateFormat {
     /// Returns the bytes of `count` elements, `count` being a multiple of [`QUANTIZATION_ELEMENTS`].
     pub fn bytes(self, count: usize) -> usize {
         match self {
@@ -112,67 +96,15 @@ impl StateFormat {
             StateFormat::Block8 => count + 4 * (count / QUANTIZATION_ELEMENTS),
         }
     }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            StateFormat::F32 => "fp32",
-            StateFormat::Bf16 => "bf16",
-            StateFormat::Block8 => "block8",
-        }
-    }
 }
 
-impl MasterFormat {
-    pub const ALL: [MasterFormat; 2] = [MasterFormat::F32, MasterFormat::Bf16];
+named!(MasterFormat, "master"; F32 = "fp32" | "f32", Bf16 = "bf16");
 
+impl MasterFormat {
     pub fn bytes(self, count: usize) -> usize {
         match self {
             MasterFormat::F32 => 4 * count,
             MasterFormat::Bf16 => 2 * count,
-        }
-    }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            MasterFormat::F32 => "fp32",
-            MasterFormat::Bf16 => "bf16",
-        }
-    }
-}
-
-impl fmt::Display for StateFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl fmt::Display for MasterFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for StateFormat {
-    type Err = Fault;
-
-    fn from_str(text: &str) -> Result<Self, Fault> {
-        match text {
-            "fp32" | "f32" => Ok(StateFormat::F32),
-            "bf16" => Ok(StateFormat::Bf16),
-            "block8" => Ok(StateFormat::Block8),
-            _ => Err(Fault::invalid("state", text, "one of fp32, bf16, block8", "name one of them")),
-        }
-    }
-}
-
-impl FromStr for MasterFormat {
-    type Err = Fault;
-
-    fn from_str(text: &str) -> Result<Self, Fault> {
-        match text {
-            "fp32" | "f32" => Ok(MasterFormat::F32),
-            "bf16" => Ok(MasterFormat::Bf16),
-            _ => Err(Fault::invalid("master", text, "one of fp32, bf16", "name one of them")),
         }
     }
 }
