@@ -400,6 +400,16 @@ impl Placement {
                 return Err(Fault::invalid(field, replica.0, limit, "name another server"));
             }
         }
+        for (index, of) in self.handovers.iter().enumerate() {
+            let is_no_server = of.is_replica && of.before == NO_SERVER;
+            let is_known = is_no_server || (of.before.0 as usize) < self.servers.len();
+            if of.shard.0 >= shards || !is_known {
+                let value = format!("{} from {}", of.shard, of.before);
+                let limit = format!("of the {shards} shards and the {} servers", self.servers.len());
+                let field = format!("placement.handovers[{index}]");
+                return Err(Fault::invalid(field, value, limit, "name what Admin.Describe shows"));
+            }
+        }
         // Later placements may have servers that own nothing yet, or nothing any more.
         if self.epoch > Epoch(1) { Ok(()) } else { self.check_all_own() }
     }
@@ -468,6 +478,23 @@ mod tests {
         let owners = vec![ServerId(0), ServerId(2)];
         let fault = Placement { owners, ..Placement::striped(servers(3), 2) }.validate(2).unwrap_err();
         assert!(fault.value.contains("server 1 (host1:7070)"), "{fault}");
+    }
+
+    #[test]
+    fn a_handover_of_no_shard_or_from_no_server_is_refused() {
+        let [placed, unplaced] = [ShardId(1), ShardId(2)];
+        for (shard, before, is_replica, is_right) in [
+            (placed, ServerId(0), false, true),
+            (placed, NO_SERVER, true, true),
+            (placed, NO_SERVER, false, false),
+            (placed, ServerId(2), true, false),
+            (unplaced, ServerId(0), false, false),
+        ] {
+            let handovers = vec![Handover { shard, from_step: Step(3), before, is_replica }];
+            let placement = Placement { handovers, ..Placement::striped(vec!["a".into(), "b".into()], 2) };
+            let found = placement.validate(2);
+            assert_eq!(found.is_ok(), is_right, "{found:?}");
+        }
     }
 
     #[test]
