@@ -1,55 +1,26 @@
 //! Errors of dialling: a broken connection, or one end does not trust the other.
 
-use std::{error, fmt, io};
+use std::io;
 
 use longshore_proto::{Fault, FaultKind};
 use rustls::{AlertDescription, CertificateError, Error, InvalidMessage};
 
 /// Reason why dialling failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum DialError {
     /// A retry may succeed.
-    Io(io::Error),
-    /// An end refused the other, and a retry fails again.
-    Untrusted(Untrusted),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// An end refused the other, and a retry fails again. Callers find the fault by its type among the sources of the
+    /// transport's error.
+    #[error("{0}")]
+    Untrusted(#[source] Untrusted),
 }
 
 /// Fault of an end that does not trust the other.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{0}")]
 pub struct Untrusted(pub Fault);
-
-impl fmt::Display for DialError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            DialError::Io(error) => error.fmt(f),
-            DialError::Untrusted(untrusted) => untrusted.fmt(f),
-        }
-    }
-}
-
-impl error::Error for DialError {
-    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
-        match self {
-            DialError::Io(error) => error.source(),
-            // Callers find it by its type among the sources of the transport's error.
-            DialError::Untrusted(untrusted) => Some(untrusted),
-        }
-    }
-}
-
-impl fmt::Display for Untrusted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-impl error::Error for Untrusted {}
-
-impl From<io::Error> for DialError {
-    fn from(error: io::Error) -> DialError {
-        DialError::Io(error)
-    }
-}
 
 impl DialError {
     /// Classifies a failed handshake with `host`.
