@@ -5,9 +5,11 @@
 use std::{
     hash::{BuildHasher, RandomState},
     net::{IpAddr, Ipv6Addr},
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::Instant,
 };
+
+use super::lock;
 
 /// Burst of an address, and its refill in a second. A useless frame costs 1 KiB (`conduct.rs`), so the burst is 4,096
 /// pings, 512 calls or 256 resets. Each connection has some allowance of its own besides.
@@ -72,7 +74,7 @@ impl Allowances {
 
     /// Takes `bytes` from the address's allowance. Returns false, and takes nothing, if fewer are left.
     pub(super) fn take(&self, Place(place): Place, bytes: u64) -> bool {
-        self.all[place].lock().unwrap_or_else(PoisonError::into_inner).take(bytes, Instant::now())
+        lock(&self.all[place]).take(bytes, Instant::now())
     }
 }
 

@@ -13,7 +13,7 @@ use std::{
     mem,
     net::IpAddr,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
     task::{Context, Poll, ready},
 };
 
@@ -26,6 +26,7 @@ use super::{
     bounds::{Bounds, Guest, Standing},
     conduct::Conduct,
     ledger::{Account, Owner},
+    lock,
     outgoing::{Outgoing, fill_blanks},
     outward::{Header, Outward, PREFACE, Seen},
     socket::{Certificate, Socket},
@@ -411,7 +412,7 @@ impl Connection {
 
     /// Returns the values that the server keeps with the connection, and may extend.
     pub fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.kept)
     }
 }
 

@@ -8,7 +8,7 @@ use std::{
     net::IpAddr,
     pin::pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, Weak,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Instant,
@@ -16,6 +16,8 @@ use std::{
 
 use longshore_proto::limits::{ANSWER_DEADLINE, MAX_UNFINISHED_BYTES, RANK_SHARE_BYTES, SHARE_BYTES};
 use tokio::sync::{Mutex as Turn, Notify};
+
+use super::lock;
 
 /// Holder of a share of the room.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -298,10 +300,6 @@ impl Drop for Held {
         }
         self.resize(0);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -20,6 +20,8 @@ mod outward;
 mod socket;
 mod tap;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 pub use crate::mark::Mark;
 pub use allowances::network;
 pub use bounds::{Bounds, Standing};
@@ -28,3 +30,7 @@ pub use ledger::{Account, Held, Owner};
 pub use outgoing::{Payloads, blank};
 pub use socket::{Certificate, Dialled, LOOPBACK_BYTES, Socket, UNIX_BYTES};
 pub use tap::{Claim, Tap, Taps};
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

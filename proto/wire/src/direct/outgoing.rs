@@ -8,7 +8,7 @@ use std::{
     collections::VecDeque,
     io::IoSlice,
     ops::Range,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use bytes::Bytes;
@@ -16,6 +16,7 @@ use longshore_memory::{MOST_PARTS, Part, SharedBytes};
 use longshore_proto::limits::CHUNK_BYTES;
 
 use super::{
+    lock,
     outward::{Cursor, Follows},
     tap::Taps,
 };
@@ -32,16 +33,12 @@ pub(super) struct Outlet(Mutex<VecDeque<(Range<u64>, SharedBytes)>>);
 impl Outlet {
     /// Adds a payload for the position `range`, which must lie behind all earlier ones.
     fn put(&self, range: Range<u64>, payload: SharedBytes) {
-        self.lock().push_back((range, payload));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, VecDeque<(Range<u64>, SharedBytes)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0).push_back((range, payload));
     }
 
     /// Returns the length of the uniform run at `at`, up to `most` bytes, and the payload that replaces it, if any.
     fn find(&self, at: u64, most: usize) -> (usize, Option<SharedBytes>) {
-        let held = self.lock();
+        let held = lock(&self.0);
         let end = at + most as u64;
         match held.iter().find(|(range, _)| at < range.end) {
             Some((range, bytes)) if range.start <= at => {
@@ -55,7 +52,7 @@ impl Outlet {
 
     /// Drops the payloads before `at`, which have been written.
     fn written(&self, at: u64) {
-        let mut held = self.lock();
+        let mut held = lock(&self.0);
         while held.front().is_some_and(|(range, _)| range.end <= at) {
             held.pop_front();
         }

@@ -4,7 +4,7 @@ use std::{
     collections::{HashMap, VecDeque},
     io, mem,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
     },
     task::Waker,
@@ -12,7 +12,7 @@ use std::{
 
 use bytes::{Bytes, BytesMut};
 
-use super::outgoing::Outlet;
+use super::{lock, outgoing::Outlet};
 use crate::{
     mark::Mark,
     sink::{Mode, Read, Sink},
@@ -275,8 +275,4 @@ fn offer<T>(waiting: &Mutex<HashMap<Mark, Arc<T>>>, mark: Mark, offered: Arc<T>)
         waiting.insert(mark, offered);
     }
     free
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

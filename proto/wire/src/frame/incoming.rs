@@ -60,19 +60,30 @@ impl<M: Frame> Incoming<M> {
             if event.is_some() {
                 return Ok(event);
             }
-            match poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)).await {
-                Some(Ok(frame)) => match (frame.into_data(), &mut self.end) {
-                    (Ok(data), _) => {
-                        if !std::mem::replace(&mut self.begun, true) {
-                            self.mark = Mark::find(&data);
-                        }
-                        self.piece = data;
+            match self.data().await? {
+                Some(data) => {
+                    if !std::mem::replace(&mut self.begun, true) {
+                        self.mark = Mark::find(&data);
                     }
-                    (Err(frame), End::Answer(trailers)) => *trailers = frame.into_trailers().ok(),
-                    (Err(_), End::Request) => {}
-                },
-                Some(Err(status)) => return Err(status),
-                None => return self.ended(),
+                    self.piece = data;
+                }
+                None => {
+                    self.outcome()?;
+                    return self.parser.finish().map(|()| None).map_err(|fault| status(&fault));
+                }
+            }
+        }
+    }
+
+    /// Returns the bytes of the next DATA frame, or None at the end. Keeps an answer's trailers.
+    async fn data(&mut self) -> Result<Option<Bytes>, Status> {
+        loop {
+            let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)).await.transpose()?;
+            match (frame.map(http_body::Frame::into_data), &mut self.end) {
+                (Some(Ok(data)), _) => return Ok(Some(data)),
+                (Some(Err(frame)), End::Answer(trailers)) => *trailers = frame.into_trailers().ok(),
+                (Some(Err(_)), End::Request) => {}
+                (None, _) => return Ok(None),
             }
         }
     }
@@ -84,23 +95,14 @@ impl<M: Frame> Incoming<M> {
     /// The status of a failed call or connection.
     pub async fn pour<S: MessageSink<M>>(mut self, intake: &SharedIntake<M, S>) -> Result<(), Status> {
         while intake.lock().fault().is_none() {
-            let frame = tokio::select! {
-                frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)) => frame,
+            let data = tokio::select! {
+                data = self.data() => data?,
                 () = intake.changed() => continue,
             };
-            match (frame.transpose()?.map(http_body::Frame::into_data), &mut self.end) {
-                (Some(Ok(mut data)), _) => intake.take(&mut data),
-                (Some(Err(frame)), End::Answer(trailers)) => *trailers = frame.into_trailers().ok(),
-                (Some(Err(_)), End::Request) => {}
-                (None, _) => return self.outcome(),
-            }
+            let Some(mut data) = data else { return self.outcome() };
+            intake.take(&mut data);
         }
         Ok(())
-    }
-
-    fn ended(&self) -> Result<Option<Event<M>>, Status> {
-        self.outcome()?;
-        self.parser.finish().map(|()| None).map_err(|fault| status(&fault))
     }
 
     fn outcome(&self) -> Result<(), Status> {

@@ -133,14 +133,18 @@ impl<M: Frame, S: MessageSink<M>> Sink for SharedIntake<M, S> {
     fn mode(&mut self) -> Mode {
         let mut intake = self.lock();
         let payload = intake.parser.payload_left();
-        match () {
-            () if intake.fault.is_some() => Mode::Payload,
-            () if intake.stalled => Mode::Stalled,
-            () if payload == 0 => Mode::Fields,
-            () => match intake.sink.mode() {
-                Mode::Direct(most) => Mode::Direct(payload.min(most)),
-                mode => mode,
-            },
+        if intake.fault.is_some() {
+            return Mode::Payload;
+        }
+        if intake.stalled {
+            return Mode::Stalled;
+        }
+        if payload == 0 {
+            return Mode::Fields;
+        }
+        match intake.sink.mode() {
+            Mode::Direct(most) => Mode::Direct(payload.min(most)),
+            mode => mode,
         }
     }
 

@@ -3,7 +3,7 @@
 use std::{
     fmt, io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::SystemTime,
 };
 
@@ -66,12 +66,12 @@ impl Credentials {
 
     /// Returns the token header of each call, if a token is used.
     pub fn bearer(&self) -> Option<HeaderValue> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner).bearer.clone()
+        self.lock().bearer.clone()
     }
 
     /// Returns the expiry of the folder's certificate. None if it has a token alone.
     pub fn expires(&self) -> Option<SystemTime> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner).expires
+        self.lock().expires
     }
 
     /// Performs the handshake with the server dialled as `host`.
@@ -93,13 +93,17 @@ impl Credentials {
         Ok(chain.first().and_then(files::expiry))
     }
 
+    fn lock(&self) -> MutexGuard<'_, Client> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     async fn shake(&self, socket: TcpStream, host: &str) -> io::Result<TlsStream<TcpStream>> {
         match Client::read(&self.dir, self.token.as_deref()) {
-            Ok(newest) => *self.now.lock().unwrap_or_else(PoisonError::into_inner) = newest,
+            Ok(newest) => *self.lock() = newest,
             // The files may be in the middle of a replacement.
             Err(fault) => tracing::debug!(%fault, "the TLS folder is used as it was read before"),
         }
-        let config = self.now.lock().unwrap_or_else(PoisonError::into_inner).config.clone();
+        let config = self.lock().config.clone();
         let wrong = |error| io::Error::new(io::ErrorKind::InvalidInput, format!("{host}: {error}"));
         let name = ServerName::try_from(host.to_string()).map_err(wrong)?;
         TlsConnector::from(config).connect(name, socket).await

@@ -132,7 +132,7 @@ impl Collect {
     }
 
     fn lock(&self) -> MutexGuard<'_, Collected> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     fn unstall(&self) {
