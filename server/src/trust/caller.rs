@@ -123,12 +123,14 @@ impl Caller {
         self.permit_for(OPERATE, "Scale with servers")
     }
 
+    /// Checks the call's further right, before the call has an effect: a refused one has none.
     fn permit_for(&self, roles: &[Role], call: &str) -> Result<(), Fault> {
         let Who::Listed { register, credential } = &self.0.who else { return Ok(()) };
         let known = register.now();
         let identity =
-            known.identities.find(credential).ok_or_else(|| unlisted(&known.identities, credential))?;
-        check_role(identity, roles, call)
+            known.identities.find(credential).ok_or_else(|| unlisted(&known.identities, credential));
+        let checked = identity.and_then(|identity| check_role(identity, roles, call));
+        checked.inspect_err(|_| self.asked().permitted = false)
     }
 
     /// Returns the owner of jobs that the caller opens. None without identities.
@@ -205,7 +207,7 @@ impl Caller {
         self.0.call.audited
     }
 
-    pub(super) fn call(&self) -> &'static str {
+    pub(crate) fn call(&self) -> &'static str {
         self.0.call.name()
     }
 
@@ -263,4 +265,26 @@ fn forbidden(value: String, limit: String) -> Fault {
     let remedy =
         "show another identity, or ask an operator of the server to give this one more in identities.toml";
     Fault::new(FaultKind::Forbidden, "identity", value, limit, remedy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trust::register::tests::write;
+
+    #[test]
+    fn a_call_without_a_further_right_had_no_effect() {
+        let folder = tempfile::tempdir().unwrap();
+        let Credential::Token(hash) = Credential::of_token(b"abc") else { unreachable!() };
+        let hash: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
+        let worker = "[[identity]]\nname = \"a\"\nroles = [\"worker\"]\njobs = [\"*\"]\n";
+        write(folder.path(), &format!("{worker}tokens_sha256 = [\"{hash}\"]"));
+        let register = Register::open(folder.path()).unwrap();
+        let who = Who::Listed { register, credential: Credential::of_token(b"abc") };
+        let caller = Caller::new(who, Call::at("/longshore.v1.Admin/Scale").unwrap());
+        caller.permit(&JobName::parse("job", "run").unwrap()).unwrap();
+        assert!(caller.was_permitted(), "a rank may say that servers are lost");
+        assert_eq!(caller.permit_wish().unwrap_err().kind, FaultKind::Forbidden);
+        assert!(!caller.was_permitted());
+    }
 }

@@ -242,30 +242,32 @@ impl Drop for Presence {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use longshore_wire::direct::{Bounds, Direct};
     use tokio::net::UnixStream;
     use tonic::transport::server::Connected;
 
     use super::*;
 
+    /// Writes a server's folder with these identities.
+    pub(in crate::trust) fn write(dir: &Path, identities: &str) {
+        let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_string()]).unwrap();
+        let certificate = tls::certificate_pem(made.cert.der());
+        let key = tls::key_pem(made.signing_key.serialized_der());
+        let files = [&certificate, &certificate, &key, identities];
+        FILES.iter().zip(files).for_each(|(name, text)| fs::write(dir.join(name), text).unwrap());
+    }
+
     #[test]
     fn files_that_were_refused_for_a_passing_reason_are_taken_up() {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path();
-        let write = |text: &str| {
-            let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_string()]).unwrap();
-            let certificate = tls::certificate_pem(made.cert.der());
-            let key = tls::key_pem(made.signing_key.serialized_der());
-            let files = [&certificate, &certificate, &key, text];
-            FILES.iter().zip(files).for_each(|(name, text)| fs::write(dir.join(name), text).unwrap());
-        };
-        write("");
+        write(dir, "");
         let register = Register::open(dir).unwrap();
-        write("no TOML");
+        write(dir, "no TOML");
         (0..3).for_each(|_| register.look(false));
         assert!(register.is_unusable());
-        write("");
+        write(dir, "");
         // The first look at these files had no descriptor left for the second read.
         let seen = Seen { contents: contents(dir), refused: true };
         *register.seen.lock().unwrap() = Some(seen);
