@@ -1,14 +1,10 @@
 //! Admin: list, describe, checkpoints, resume, delete, drain.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant, UNIX_EPOCH},
-};
+use std::{sync::Arc, time::UNIX_EPOCH};
 
 use longshore_engine::{checkpoint::Store, step::Wanted};
 use longshore_proto::{
-    Fault, FaultKind, Incarnation, JobSpec, ServerId, Version, check_max_exposed,
-    limits::{DEFAULT_DEADLINE_MS, MAX_SERVERS},
+    Fault, FaultKind, Incarnation, JobSpec, ServerId, Version, check_max_exposed, limits::MAX_SERVERS,
 };
 use longshore_wire::{
     self as wire, Author, Wire,
@@ -18,17 +14,12 @@ use tonic::{Request, Response, Status};
 
 use super::{
     Services, convert, default_deadline, describe, export,
-    permitted::permitted,
+    permitted::Call,
     refuse,
     room::{Answers, Kept, Room},
     stand,
 };
 use crate::{jobs::StepBack, trust::Caller};
-
-/// Returns the deadline of a snapshot's wait for updates already decided.
-pub(super) fn snapshot_deadline() -> Instant {
-    Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
-}
 
 #[tonic::async_trait]
 impl Admin for Services {
@@ -36,23 +27,22 @@ impl Admin for Services {
         &self,
         request: Request<v1::ListJobsRequest>,
     ) -> Result<Response<v1::ListJobsResponse>, Status> {
-        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("ListJobs", "", fault))?;
-        let answers = Room::of(request.extensions());
-        let room = self.room_for(&caller, request.into_inner().spec).await;
-        let shard_room = room.map_err(|fault| refuse("ListJobs", "", fault))?;
-        let answer = || Ok(v1::ListJobsResponse { shard_room, ..self.list_for(&caller) });
-        let answer = answers.make(default_deadline(), answer).await;
-        answer.map(Kept::answer).map_err(|fault| refuse("ListJobs", "", fault))
+        let answer = async {
+            let (caller, room) = (Caller::of(request.extensions())?, Room::of(request.extensions()));
+            let shard_room = self.room_for(&caller, request.into_inner().spec).await?;
+            let answer = || Ok(v1::ListJobsResponse { shard_room, ..self.list_for(&caller) });
+            room.make(default_deadline(), answer).await
+        };
+        answer.await.map(Kept::answer).map_err(|fault| refuse("ListJobs", "", fault))
     }
 
     async fn describe(
         &self,
         request: Request<v1::DescribeRequest>,
     ) -> Result<Response<v1::DescribeResponse>, Status> {
-        let room = Room::of(request.extensions());
-        let request = permitted(request)?;
-        let answer = describe::whole(self, &request, &room).await;
-        answer.map(Kept::answer).map_err(|fault| refuse("Describe", &request.job, fault))
+        let (call, request) = Call::permitted(request)?;
+        let answer = describe::whole(self, &request, &call.room).await;
+        answer.map(Kept::answer).map_err(|fault| call.refuse(fault))
     }
 
     type DescribeInPartsStream = Answers<v1::DescribeResponse>;
@@ -61,20 +51,19 @@ impl Admin for Services {
         &self,
         request: Request<v1::DescribeRequest>,
     ) -> Result<Response<Self::DescribeInPartsStream>, Status> {
-        let room = Room::of(request.extensions());
-        let request = permitted(request)?;
-        let parts = describe::in_parts(self, &request, room).await;
-        parts.map(Response::new).map_err(|fault| refuse("DescribeInParts", &request.job, fault))
+        let (call, request) = Call::permitted(request)?;
+        let parts = describe::in_parts(self, &request, call.room.clone()).await;
+        parts.map(Response::new).map_err(|fault| call.refuse(fault))
     }
 
     async fn checkpoint(
         &self,
         request: Request<v1::CheckpointRequest>,
     ) -> Result<Response<v1::CheckpointResponse>, Status> {
-        let (author, room) = (Author::of(request.metadata()), Room::of(request.extensions()));
-        let request = permitted(request)?;
-        let answer = self.write_checkpoint(&request, author, &room).await;
-        answer.map(Kept::answer).map_err(|fault| refuse("Checkpoint", &request.job, fault))
+        let author = Author::of(request.metadata());
+        let (call, request) = Call::permitted(request)?;
+        let answer = self.write_checkpoint(&request, author, &call.room).await;
+        answer.map(Kept::answer).map_err(|fault| call.refuse(fault))
     }
 
     async fn seal_checkpoint(
@@ -82,10 +71,9 @@ impl Admin for Services {
         request: Request<v1::SealCheckpointRequest>,
     ) -> Result<Response<v1::SealCheckpointResponse>, Status> {
         let author = Author::of(request.metadata());
-        let request = permitted(request)?;
-        let job = request.job.clone();
+        let (call, request) = Call::permitted(request)?;
         let answer = self.seal(request, author).await;
-        answer.map(Response::new).map_err(|fault| refuse("SealCheckpoint", &job, fault))
+        answer.map(Response::new).map_err(|fault| call.refuse(fault))
     }
 
     async fn discard_checkpoint(
@@ -93,30 +81,27 @@ impl Admin for Services {
         request: Request<v1::DiscardCheckpointRequest>,
     ) -> Result<Response<v1::DiscardCheckpointResponse>, Status> {
         let author = Author::of(request.metadata());
-        let request = permitted(request)?;
-        let job = request.job.clone();
+        let (call, request) = Call::permitted(request)?;
         let answer = self.discard(request, author).await;
-        answer.map(Response::new).map_err(|fault| refuse("DiscardCheckpoint", &job, fault))
+        answer.map(Response::new).map_err(|fault| call.refuse(fault))
     }
 
     async fn list_checkpoints(
         &self,
         request: Request<v1::ListCheckpointsRequest>,
     ) -> Result<Response<v1::ListCheckpointsResponse>, Status> {
-        let room = Room::of(request.extensions());
-        let job = permitted(request)?.job;
-        let answer = self.list(&job, &room).await;
-        answer.map(Kept::answer).map_err(|fault| refuse("ListCheckpoints", &job, fault))
+        let (call, request) = Call::permitted(request)?;
+        let answer = self.list(&request.job, &call.room).await;
+        answer.map(Kept::answer).map_err(|fault| call.refuse(fault))
     }
 
     async fn restore(
         &self,
         request: Request<v1::RestoreRequest>,
     ) -> Result<Response<v1::RestoreResponse>, Status> {
-        let room = Room::of(request.extensions());
-        let request = permitted(request)?;
-        let answer = self.restore_job(&request, &room).await;
-        answer.map(Kept::answer).map_err(|fault| refuse("Restore", &request.job, fault))
+        let (call, request) = Call::permitted(request)?;
+        let answer = self.restore_job(&request, &call.room).await;
+        answer.map(Kept::answer).map_err(|fault| call.refuse(fault))
     }
 
     type ExportStream = export::Messages;
@@ -125,36 +110,30 @@ impl Admin for Services {
         &self,
         request: Request<v1::ExportRequest>,
     ) -> Result<Response<Self::ExportStream>, Status> {
-        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("Export", "", fault))?;
-        let room = Room::of(request.extensions());
-        let request = permitted(request)?;
-        let job = request.job.clone();
+        let (call, request) = Call::permitted(request)?;
         if request.state {
-            caller.permit_state().map_err(|fault| refuse("Export", &job, fault))?;
+            call.caller.permit_state().map_err(|fault| call.refuse(fault))?;
         }
-        let messages = export::start(self, request, &room).map_err(|fault| refuse("Export", &job, fault))?;
-        Ok(Response::new(messages))
+        let messages = export::start(self, request, &call.room);
+        messages.map(Response::new).map_err(|fault| call.refuse(fault))
     }
 
     async fn resume(
         &self,
         request: Request<v1::ResumeRequest>,
     ) -> Result<Response<v1::ResumeResponse>, Status> {
-        let request = permitted(request)?;
-        let answer = self.resume_job(&request).await;
-        answer.map_err(|fault| refuse("Resume", &request.job, fault))?;
+        let (call, request) = Call::permitted(request)?;
+        self.resume_job(&request).await.map_err(|fault| call.refuse(fault))?;
         tracing::info!(job = request.job, loss_scale = request.loss_scale, "job resumed");
         Ok(Response::new(v1::ResumeResponse {}))
     }
 
     async fn scale(&self, request: Request<v1::ScaleRequest>) -> Result<Response<v1::ScaleResponse>, Status> {
-        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("Scale", "", fault))?;
-        let request = permitted(request)?;
-        let job = request.job.clone();
+        let (call, request) = Call::permitted(request)?;
         if !request.servers.is_empty() {
-            caller.permit_wish().map_err(|fault| refuse("Scale", &job, fault))?;
+            call.caller.permit_wish().map_err(|fault| call.refuse(fault))?;
         }
-        self.scale_job(request).map_err(|fault| refuse("Scale", &job, fault))?;
+        self.scale_job(request).map_err(|fault| call.refuse(fault))?;
         Ok(Response::new(v1::ScaleResponse {}))
     }
 
@@ -162,19 +141,18 @@ impl Admin for Services {
         &self,
         request: Request<v1::StepBackRequest>,
     ) -> Result<Response<v1::StepBackResponse>, Status> {
-        let room = Room::of(request.extensions());
-        let request = permitted(request)?;
-        let answer = self.step_job_back(&request, &room).await;
-        answer.map(Kept::answer).map_err(|fault| refuse("StepBack", &request.job, fault))
+        let (call, request) = Call::permitted(request)?;
+        let answer = self.step_job_back(&request, &call.room).await;
+        answer.map(Kept::answer).map_err(|fault| call.refuse(fault))
     }
 
     async fn delete_job(
         &self,
         request: Request<v1::DeleteJobRequest>,
     ) -> Result<Response<v1::DeleteJobResponse>, Status> {
-        let v1::DeleteJobRequest { job, discard_unreadable } = permitted(request)?;
+        let (call, v1::DeleteJobRequest { job, discard_unreadable }) = Call::permitted(request)?;
         let deleted = Arc::clone(&self.jobs).delete(&job, discard_unreadable).await;
-        deleted.map_err(|fault| refuse("DeleteJob", &job, fault))?;
+        deleted.map_err(|fault| call.refuse(fault))?;
         tracing::info!(job, "job deleted");
         Ok(Response::new(v1::DeleteJobResponse {}))
     }

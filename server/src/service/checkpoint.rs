@@ -11,9 +11,7 @@ use longshore_wire::{Author, v1};
 use tokio::time::Instant;
 
 use super::{
-    Services,
-    admin::snapshot_deadline,
-    blocking, default_deadline,
+    Services, blocking, default_deadline,
     room::{Kept, Room},
 };
 use crate::jobs::JobHandle;
@@ -35,8 +33,8 @@ impl Services {
         check_author(&handle, author)?;
         let job = Arc::clone(&handle.job);
         let expected = (request.version > 0).then_some(Version(request.version));
-        let written =
-            blocking(move || store.write(id(author), &job, name.as_str(), expected, snapshot_deadline()));
+        let deadline = default_deadline().into_std();
+        let written = blocking(move || store.write(id(author), &job, name.as_str(), expected, deadline));
         let failed = |fault: &Fault| handle.checkpoints.failed(&request.job, &request.name, fault);
         let part = written.await.inspect_err(failed)?;
         let answer = || Ok(v1::CheckpointResponse { version: part.version.0, part: part.to_json()? });
@@ -109,12 +107,10 @@ impl Services {
         let progress = self.jobs.get(job).ok().map(|handle| handle.job.progress());
         let reached = progress.filter(|progress| progress.phase != Phase::Loading);
         let reached = reached.map(|progress| progress.version);
-        let unsealed = || {
-            parts.iter().map(|(name, part)| unsealed(name.clone(), part)).collect::<Result<Vec<_>, Fault>>()
-        };
         let answer = || {
             let checkpoints = found.iter().map(|listed| info(listed, reached)).collect();
-            Ok(v1::ListCheckpointsResponse { checkpoints, unsealed: unsealed()? })
+            let unsealed = parts.iter().map(|(name, part)| unsealed(name.clone(), part));
+            Ok(v1::ListCheckpointsResponse { checkpoints, unsealed: unsealed.collect::<Result<_, Fault>>()? })
         };
         // Without room the list is not kept for a wait: it may be asked for again.
         room.make(Instant::now(), answer).await

@@ -195,15 +195,6 @@ fn missing(handle: &JobHandle) -> Vec<u32> {
     convert::progress(handle.job.progress()).missing_shards
 }
 
-fn without_params(spec: &JobSpec) -> JobSpec {
-    let (name, groups, partitions) = (spec.name.clone(), spec.groups.clone(), spec.partitions.clone());
-    JobSpec { params: Vec::new(), name, groups, partitions, ..*spec }
-}
-
-fn without_owners(placement: Placement) -> Placement {
-    Placement { owners: Vec::new(), replicas: Vec::new(), ..placement }
-}
-
 impl Services {
     /// Returns a description without the lists that grow with the model.
     fn head(&self, handle: &Arc<JobHandle>, brief: bool) -> v1::DescribeResponse {
@@ -216,13 +207,21 @@ impl Services {
             convert::rank(rank, transport, watches)
         };
         let span = handle.pace.span();
+        let spec = || {
+            let spec = job.spec();
+            let (name, groups, partitions) =
+                (spec.name.clone(), spec.groups.clone(), spec.partitions.clone());
+            JobSpec { params: Vec::new(), name, groups, partitions, ..*spec }.to_wire()
+        };
+        let placement =
+            || Placement { owners: Vec::new(), replicas: Vec::new(), ..job.placement() }.to_wire();
         let (written_of_checkpoints, bytes_of_checkpoints) =
             job.snapshots.checkpoint_progress().unwrap_or_default();
         v1::DescribeResponse {
             owner: handle.owner.clone().unwrap_or_default(),
             idle_ms: handle.look().as_millis() as u64,
-            spec: (!brief).then(|| without_params(job.spec()).to_wire()),
-            placement: (!brief).then(|| without_owners(job.placement()).to_wire()),
+            spec: (!brief).then(spec),
+            placement: (!brief).then(placement),
             server: job.server().0,
             tier: job.spec().tier.number(),
             progress: Some(v1::JobProgress {

@@ -1,10 +1,11 @@
-//! Check of messages that name a job: the name itself, and the caller's permission.
+//! Calls on a job: the check of the job's name and of the caller's permission, and refusals.
 
 use longshore_proto::{Fault, JobName};
 use longshore_wire::{self as wire, v1};
 use tonic::{Request, Status};
 
-use crate::{refusals, trust::Caller};
+use super::{refuse, room::Room};
+use crate::trust::Caller;
 
 /// A message that names its job.
 pub(super) trait OfJob {
@@ -73,9 +74,26 @@ pub(super) fn permit<M: OfJob>(caller: &Caller, message: &M) -> Result<(), Fault
     }
 }
 
-/// Returns the message if its caller may make this call on its job.
-pub(super) fn permitted<T: OfJob>(request: Request<T>) -> Result<T, Status> {
-    let permitted = Caller::of(request.extensions()).and_then(|caller| permit(&caller, request.get_ref()));
-    permitted.map_err(|fault| refusals::status(&fault))?;
-    Ok(request.into_inner())
+/// A call on a job, after the check of its caller.
+pub(super) struct Call {
+    pub(super) caller: Caller,
+    /// Room of the call's connection.
+    pub(super) room: Room,
+    job: String,
+}
+
+impl Call {
+    /// Takes the message out of a request whose caller may make this call on the message's job.
+    pub(super) fn permitted<M: OfJob>(request: Request<M>) -> Result<(Call, M), Status> {
+        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("", "", fault))?;
+        permit(&caller, request.get_ref()).map_err(|fault| refuse(caller.call(), "", fault))?;
+        let (room, message) = (Room::of(request.extensions()), request.into_inner());
+        let job = message.job().unwrap_or_default().to_string();
+        Ok((Call { caller, room, job }, message))
+    }
+
+    /// Logs and counts the refused call, and returns its status.
+    pub(super) fn refuse(&self, fault: Fault) -> Status {
+        refuse(self.caller.call(), &self.job, fault)
+    }
 }

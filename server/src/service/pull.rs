@@ -55,10 +55,12 @@ pub(super) async fn answer(
     let (request, mark) = request(body).await?;
     let taps = connection.map(|of| &of.taps);
     let job = request.job.clone();
-    permit(caller, &request).map_err(|fault| refuse("Pull", &job, fault))?;
-    let slices = room.hold_now("pull.slices", SLICE_BYTES * request.slices.len());
-    let slices = slices.map_err(|fault| refuse("Pull", &job, fault))?;
-    let pull = Pull::new(services, request, room, slices).map_err(|fault| refuse("Pull", &job, fault))?;
+    let pull = || {
+        permit(caller, &request)?;
+        let slices = room.hold_now("pull.slices", SLICE_BYTES * request.slices.len())?;
+        Pull::new(services, request, room, slices)
+    };
+    let pull = pull().map_err(|fault| refuse("Pull", &job, fault))?;
     // A rank may pull on a connection before it pushes there, and must not wait for readers that stall. TLS alone
     // identifies a rank. Without TLS a rank's weights are lent, and need no room.
     if caller.trains(&job) {
@@ -96,8 +98,7 @@ struct Pull {
 }
 
 impl Pull {
-    fn new(services: &Services, request: v1::PullRequest, room: Room, slices: Held) -> Result<Pull, Fault> {
-        let _slices = slices;
+    fn new(services: &Services, request: v1::PullRequest, room: Room, _slices: Held) -> Result<Pull, Fault> {
         let handle = services.jobs.get(&request.job)?;
         let dtype = dtype_from_wire("pull.dtype", request.dtype)?;
         let wait = wire::deadline(request.deadline_ms)?;

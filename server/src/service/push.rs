@@ -130,11 +130,7 @@ impl Stream {
             if let Some((request, waiting)) = waiting {
                 let chunk = waiting.chunk;
                 let place = self.place(waiting).await?;
-                {
-                    let mut intake = self.intake.lock();
-                    intake.sink.placed(&place, &chunk);
-                    intake.sink.chunk = Some((request, place));
-                }
+                self.intake.lock().sink.placed(request, &chunk, place);
                 self.intake.go_on();
                 self.claim.iter().for_each(Claim::resume);
             } else if !self.rest.is_empty() {

@@ -29,7 +29,7 @@ use tower_service::Service;
 
 use super::{
     Services, blocking, fetch,
-    permitted::{permit, permitted},
+    permitted::{Call, permit},
     pull, push, refuse,
     room::{Answers, Room},
 };
@@ -121,10 +121,9 @@ impl Tensors for Services {
         &self,
         request: tonic::Request<v1::FetchRequest>,
     ) -> Result<tonic::Response<Self::FetchStream>, Status> {
-        let room = Room::of(request.extensions());
-        let request = permitted(request)?;
-        let parts = fetch::stream(self, &request, room);
-        parts.map(tonic::Response::new).map_err(|fault| refuse("Fetch", &request.job, fault))
+        let (call, request) = Call::permitted(request)?;
+        let parts = fetch::stream(self, &request, call.room.clone());
+        parts.map(tonic::Response::new).map_err(|fault| call.refuse(fault))
     }
 
     async fn upload(

@@ -21,15 +21,11 @@ use tonic::{Request, Response, Status};
 
 use super::{
     Services, blocking, convert, default_deadline,
-    permitted::permitted,
-    refuse,
+    permitted::Call,
     room::{Answers, Kept, Room},
     stand, stats, watch,
 };
-use crate::{
-    jobs::{Decided, JobHandle},
-    trust::Caller,
-};
+use crate::jobs::{Decided, JobHandle};
 
 /// Longest wait for the checkpoint folder while a job is opened. A restarting file server is silent for some seconds,
 /// and workers wait 60 s for a job to open.
@@ -43,78 +39,66 @@ impl Training for Services {
         &self,
         request: Request<v1::OpenJobRequest>,
     ) -> Result<Response<v1::OpenJobResponse>, Status> {
-        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("OpenJob", "", fault))?;
-        let room = Room::of(request.extensions());
-        let request = permitted(request)?;
-        let name = request.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
-        let answer = self.open(request, caller.owner(), &room).await;
-        answer.map(Kept::answer).map_err(|fault| refuse("OpenJob", &name, fault))
+        let (call, request) = Call::permitted(request)?;
+        let answer = self.open(request, call.caller.owner(), &call.room).await;
+        answer.map(Kept::answer).map_err(|fault| call.refuse(fault))
     }
 
     async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinResponse>, Status> {
         let connection = Connection::of(request.extensions()).cloned();
-        let room = Room::of(request.extensions());
-        let request = permitted(request)?;
-        let answer = self.join_job(&request, connection.as_ref(), &room).await;
-        answer.map(Kept::answer).map_err(|fault| refuse("Join", &request.job, fault))
+        let (call, request) = Call::permitted(request)?;
+        let answer = self.join_job(&request, connection.as_ref(), &call.room).await;
+        answer.map(Kept::answer).map_err(|fault| call.refuse(fault))
     }
 
     type StatsStream = Answers<v1::ShardStats>;
 
     async fn stats(&self, request: Request<v1::StatsRequest>) -> Result<Response<Self::StatsStream>, Status> {
-        let room = Room::of(request.extensions());
-        let request = permitted(request)?;
-        let stream =
-            stats::stream(self, &request, room).map_err(|fault| refuse("Stats", &request.job, fault))?;
-        Ok(Response::new(stream))
+        let (call, request) = Call::permitted(request)?;
+        let stream = stats::stream(self, &request, call.room.clone());
+        stream.map(Response::new).map_err(|fault| call.refuse(fault))
     }
 
     async fn commit(
         &self,
         request: Request<v1::CommitRequest>,
     ) -> Result<Response<v1::CommitResponse>, Status> {
-        let request = permitted(request)?;
-        let job = request.job.clone();
+        let (call, request) = Call::permitted(request)?;
         let answer = self.commit_step(request).await;
-        answer.map(Response::new).map_err(|fault| refuse("Commit", &job, fault))
+        answer.map(Response::new).map_err(|fault| call.refuse(fault))
     }
 
     async fn await_durable(
         &self,
         request: Request<v1::AwaitDurableRequest>,
     ) -> Result<Response<v1::AwaitDurableResponse>, Status> {
-        let request = permitted(request)?;
-        let answer = self.await_durability(&request).await;
-        answer.map_err(|fault| refuse("AwaitDurable", &request.job, fault))?;
+        let (call, request) = Call::permitted(request)?;
+        self.await_durability(&request).await.map_err(|fault| call.refuse(fault))?;
         Ok(Response::new(v1::AwaitDurableResponse {}))
     }
 
     type WatchStream = Answers<v1::Event>;
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        let caller = Caller::of(request.extensions()).map_err(|fault| refuse("Watch", "", fault))?;
-        let room = Room::of(request.extensions());
-        let request = permitted(request)?;
-        let is_rank = caller.may_train(&request.job);
-        let stream = watch::stream(self, &request, is_rank, room)
-            .map_err(|fault| refuse("Watch", &request.job, fault))?;
-        Ok(Response::new(stream))
+        let (call, request) = Call::permitted(request)?;
+        let is_rank = call.caller.may_train(&request.job);
+        let stream = watch::stream(self, &request, is_rank, call.room.clone());
+        stream.map(Response::new).map_err(|fault| call.refuse(fault))
     }
 
     async fn pause(&self, request: Request<v1::PauseRequest>) -> Result<Response<v1::PauseResponse>, Status> {
-        let request = permitted(request)?;
+        let (call, request) = Call::permitted(request)?;
         let answer = self.pause_job(&request).await;
-        answer.map(Response::new).map_err(|fault| refuse("Pause", &request.job, fault))
+        answer.map(Response::new).map_err(|fault| call.refuse(fault))
     }
 
     async fn begin(&self, request: Request<v1::BeginRequest>) -> Result<Response<v1::BeginResponse>, Status> {
-        let request = permitted(request)?;
-        let job = request.job.clone();
+        let (call, request) = Call::permitted(request)?;
         let begun = match request.takes_part {
             true => self.place_job(request).await,
             false => self.begin_job(request).await,
         };
-        begun.map_err(|fault| refuse("Begin", &job, fault))?;
+        begun.map_err(|fault| call.refuse(fault))?;
         Ok(Response::new(v1::BeginResponse {}))
     }
 
@@ -122,19 +106,18 @@ impl Training for Services {
         &self,
         request: Request<v1::RetireRequest>,
     ) -> Result<Response<v1::RetireResponse>, Status> {
-        let request = permitted(request)?;
-        let answer = self.retire_job(&request).await;
-        answer.map_err(|fault| refuse("Retire", &request.job, fault))?;
+        let (call, request) = Call::permitted(request)?;
+        self.retire_job(&request).await.map_err(|fault| call.refuse(fault))?;
         Ok(Response::new(v1::RetireResponse {}))
     }
 
     async fn leave(&self, request: Request<v1::LeaveRequest>) -> Result<Response<v1::LeaveResponse>, Status> {
-        let request = permitted(request)?;
+        let (call, request) = Call::permitted(request)?;
         let leave = || -> Result<(), Fault> {
             let handle = self.jobs.get(&request.job)?;
             handle.job.protocol.leave(Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?)
         };
-        leave().map_err(|fault| refuse("Leave", &request.job, fault))?;
+        leave().map_err(|fault| call.refuse(fault))?;
         tracing::info!(job = request.job, rank = request.rank, "rank left");
         Ok(Response::new(v1::LeaveResponse {}))
     }

@@ -119,20 +119,18 @@ impl MessageSink<PushRequest> for Receiving {
 
 impl Receiving {
     pub(super) fn new(services: Services, caller: Caller, connection: Option<Connection>) -> Receiving {
-        let (held, closing, chunk, waiting, results) = (Weak::new(), None, None, None, Vec::new());
-        let (held_back, sender, last) = (None, None, None);
         Receiving {
             services,
             caller,
             connection,
-            held,
-            closing,
-            chunk,
-            waiting,
-            held_back,
-            sender,
-            last,
-            results,
+            held: Weak::new(),
+            closing: None,
+            chunk: None,
+            waiting: None,
+            held_back: None,
+            sender: None,
+            last: None,
+            results: Vec::new(),
         }
     }
 
@@ -182,11 +180,7 @@ impl Receiving {
             }
         }
         match place {
-            Ok(Ok((chunk, place))) => {
-                let place = Ok(place);
-                self.placed(&place, &chunk);
-                self.chunk = Some((request, place));
-            }
+            Ok(Ok((chunk, place))) => self.placed(request, &chunk, Ok(place)),
             Ok(Err(waiting)) => self.waiting = Some((request, waiting)),
             // A refused chunk is read to its end too, since the next one follows it.
             Err(fault) => self.chunk = Some((request, Err(fault))),
@@ -237,10 +231,17 @@ impl Receiving {
         Err(Fault::new(FaultKind::Precondition, "micro_step", value, limit, remedy))
     }
 
-    pub(super) fn placed(&mut self, place: &Result<Destination, Fault>, chunk: &ContributionChunk) {
+    /// Records a chunk's destination, where it has got one.
+    pub(super) fn placed(
+        &mut self,
+        request: PushRequest,
+        chunk: &ContributionChunk,
+        place: Result<Destination, Fault>,
+    ) {
         if let Ok(Destination::Slot(..)) = place {
             self.last = Some(*chunk);
         }
+        self.chunk = Some((request, place));
     }
 }
 
