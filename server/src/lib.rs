@@ -27,7 +27,7 @@ mod unix;
 
 use std::{ffi::OsString, io, thread, time::Duration};
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use longshore_engine::memory::{few_arenas, float};
 use tokio::runtime::{Builder, Runtime};
 
@@ -59,8 +59,10 @@ const LAST_CALLS: Duration = Duration::from_secs(5);
 /// 2 for a wrong flag, variable or configuration key. 1 means that it cannot serve or got a second stop signal.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     few_arenas();
-    let parsed = Flags::try_parse_from(arguments);
-    let flags = match parsed.map_err(|error| retired::explain(error, &retired::SETTINGS)) {
+    let parsed = Flags::try_parse_from(arguments)
+        .map_err(|error| retired::name_variable(error, &Flags::command()))
+        .map_err(|error| retired::explain(error, &retired::SETTINGS));
+    let flags = match parsed {
         Ok(flags) => flags,
         Err(usage) => {
             // Printing fails only if the terminal is gone.

@@ -91,7 +91,7 @@ impl Config {
     }
 
     pub fn resolve(flags: Flags) -> Result<Config, ConfigError> {
-        flags::check_environment(std::env::vars().map(|(name, _)| name))?;
+        flags::check_environment(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()))?;
         let file = match &flags.config {
             Some(path) => Flags::read(path)?,
             None => Flags::default(),
@@ -153,21 +153,17 @@ impl Config {
         if self.unix_group.is_some() && self.listen_unix.is_none() {
             return Err(ConfigError::GroupWithoutSocket);
         }
-        if !(1..=4096).contains(&self.threads) {
-            let value = self.threads.to_string();
-            return Err(ConfigError::Value { field: "threads", value, limit: "in 1..=4096" });
-        }
-        if self.memory < 1 << 20 {
-            let value = self.memory.to_string();
-            return Err(ConfigError::Value { field: "memory", value, limit: "at least 1MiB" });
-        }
-        if self.max_connections.is_some_and(|most| !(8..=1 << 20).contains(&most)) {
-            let value = self.max_connections.unwrap_or_default().to_string();
-            return Err(ConfigError::Value { field: "max_connections", value, limit: "in 8..=1048576" });
-        }
-        if !(1..=1024).contains(&self.storage.buffers) {
-            let value = self.storage.buffers.to_string();
-            return Err(ConfigError::Value { field: "storage_buffers", value, limit: "in 1..=1024" });
+        let most_connections = self.max_connections.unwrap_or(8) as u64;
+        for (field, value, range, limit) in [
+            ("threads", self.threads as u64, 1..=4096, "in 1..=4096"),
+            ("memory", self.memory, 1 << 20..=u64::MAX, "at least 1MiB"),
+            ("max_connections", most_connections, 8..=1 << 20, "in 8..=1048576"),
+            ("storage_buffers", self.storage.buffers as u64, 1..=1024, "in 1..=1024"),
+            ("drain_deadline_s", self.drain_deadline.as_secs(), 0..=604_800, "at most 604800, a week"),
+        ] {
+            if !range.contains(&value) {
+                return Err(ConfigError::Value { field, value: value.to_string(), limit });
+            }
         }
         self.storage.check()?;
         if self.checkpoint_on_drain && self.checkpoint_dir.is_none() {
@@ -277,6 +273,14 @@ mod tests {
         for error in [key, flag] {
             assert!(error.contains("spill is images, but must be state or all: choose all"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_wait_that_no_clock_can_count_is_refused() {
+        let most = u64::MAX.to_string();
+        let error = resolve(&["--drain-deadline-s", &most], "").unwrap_err().to_string();
+        assert!(error.contains("drain_deadline_s is 18446744073709551615, but must be at most"), "{error}");
+        assert!(resolve(&["--drain-deadline-s", "0"], "").is_ok());
     }
 
     #[test]

@@ -3,7 +3,12 @@
 //!
 //! Flag, key and variable of one retired setting share its row. A row stays for one release.
 
-use clap::error::{ContextKind, ContextValue, ErrorKind};
+use std::env;
+
+use clap::{
+    Arg, Command,
+    error::{ContextKind, ContextValue, ErrorKind},
+};
 
 use super::ConfigError;
 
@@ -44,6 +49,25 @@ pub fn explain(error: clap::Error, retired: &[Retired]) -> clap::Error {
     }
 }
 
+/// Adds to the parser's error about a wrong value the variable that the value comes from. Other errors are returned
+/// unchanged.
+pub fn name_variable(mut error: clap::Error, command: &Command) -> clap::Error {
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    };
+    let (Some(flag), Some(value)) = (text(ContextKind::InvalidArg), text(ContextKind::InvalidValue)) else {
+        return error;
+    };
+    let argument = command.get_arguments().find(|argument| argument.to_string() == flag);
+    let variable = argument.and_then(Arg::get_env).filter(|&name| env::var_os(name) == Some(value.into()));
+    if let Some(variable) = variable {
+        let named = format!("{flag} ({})", variable.display());
+        error.insert(ContextKind::InvalidArg, ContextValue::String(named));
+    }
+    error
+}
+
 /// Refuses an unknown name that starts with `prefix`, so that a mistyped variable is not silently ignored.
 pub fn check_variables(
     prefix: &str,
@@ -69,8 +93,6 @@ pub fn nearest<'a>(name: &str, candidates: impl IntoIterator<Item = &'a str>) ->
 
 #[cfg(test)]
 mod tests {
-    use clap::{Arg, Command};
-
     use super::*;
 
     #[test]
