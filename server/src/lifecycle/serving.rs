@@ -3,7 +3,10 @@
 
 use std::{sync::Arc, time::Duration};
 
-use futures_util::{FutureExt, future::OptionFuture};
+use futures_util::{
+    FutureExt,
+    future::{BoxFuture, OptionFuture},
+};
 use longshore_proto::limits::{
     MAX_CONNECTION_CALLS, MAX_CONTROL_MESSAGE_BYTES, MAX_HEADER_LIST_BYTES, WINDOW_BYTES,
 };
@@ -22,7 +25,7 @@ use super::{
     shown,
 };
 use crate::{
-    accept,
+    accept::{self, Accept},
     config::Config,
     connections::Connections,
     http,
@@ -70,40 +73,28 @@ impl Serving {
             let health = Guard::new(health_service.clone(), trust);
             Ok::<_, ServerError>(of_listener(services, trust)?.add_service(health))
         };
-        let serve = |routes: Routes| http2().add_routes(routes);
-        let stopping = stop_of(stopped);
         let listen = http::Listen { address: shown(listening.address(), config), tls: register.is_some() };
         let tcp = match (listening.tcp, &register) {
             (None, _) => None,
             (Some((tcp, _)), Some(register)) => {
                 let handshakes = Handshakes::new(tcp, Arc::clone(register), most);
-                let incoming = accept::incoming(handshakes, Arc::clone(&connections));
                 let routes = routes("tls", &Trust::Listed(Arc::clone(register)))?;
-                Some(serve(routes).serve_with_incoming_shutdown(incoming, stopping).boxed())
+                Some(serve(handshakes, &connections, stopped, routes))
             }
             (Some((tcp, _)), None) if config.insecure => {
-                let incoming = accept::incoming(tcp, Arc::clone(&connections));
-                Some(
-                    serve(routes("tcp", &Trust::Anybody)?)
-                        .serve_with_incoming_shutdown(incoming, stopping)
-                        .boxed(),
-                )
+                Some(serve(tcp, &connections, stopped, routes("tcp", &Trust::Anybody)?))
             }
             (Some((tcp, _)), None) => {
-                let incoming = accept::incoming(Loopback::new(tcp), Arc::clone(&connections));
                 let trust = Trust::Neighbours(Members::of(None).map_err(ServerError::UnixGroup)?);
-                Some(serve(routes("tcp", &trust)?).serve_with_incoming_shutdown(incoming, stopping).boxed())
+                Some(serve(Loopback::new(tcp), &connections, stopped, routes("tcp", &trust)?))
             }
         };
         let tcp = OptionFuture::from(tcp).map(Option::transpose);
         let readers = register.as_ref().filter(|_| config.http_tls).map(|of| Readers::new(Arc::clone(of)));
-        let expiring = Arc::clone(&connections).watch(register.clone());
         let users = routes("unix", &Trust::User)?;
-        let unix = listening.unix.map(|socket| {
-            let incoming = accept::incoming(socket, connections);
-            serve(users.clone()).serve_with_incoming_shutdown(incoming, stop_of(stopped))
-        });
+        let unix = listening.unix.map(|socket| serve(socket, &connections, stopped, users.clone()));
         let unix = OptionFuture::from(unix).map(Option::transpose);
+        let expiring = connections.watch(register.clone());
         let watched = register.is_some();
         let watching = register.map(|register| register.watch()).transpose().map_err(ServerError::Signals)?;
         let linked = linking.is_some();
@@ -136,12 +127,19 @@ pub(super) struct Served {
     pub(super) users: Routes,
 }
 
-/// Resolves when serving must stop.
-fn stop_of(stopped: &watch::Receiver<bool>) -> impl Future<Output = ()> + use<> {
+/// Serves the calls of one listener until `stopped` is true.
+fn serve<L: Accept + 'static>(
+    listener: L,
+    connections: &Arc<Connections>,
+    stopped: &watch::Receiver<bool>,
+    routes: Routes,
+) -> BoxFuture<'static, Result<(), Error>> {
+    let incoming = accept::incoming(listener, Arc::clone(connections));
     let mut stopped = stopped.clone();
-    async move {
+    let stop = async move {
         let _ = stopped.wait_for(|stop| *stop).await;
-    }
+    };
+    http2().add_routes(routes).serve_with_incoming_shutdown(incoming, stop).boxed()
 }
 
 /// Returns the services of one listener.
