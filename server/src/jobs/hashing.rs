@@ -13,9 +13,10 @@ use longshore_engine::job::{Job, SnapshotInfo};
 use longshore_proto::{BlockId, Fault, FaultKind, Version, checksum::BlockHash};
 use tokio::{
     sync::Mutex,
-    task::spawn_blocking,
     time::{Instant, sleep_until, timeout_at},
 };
+
+use crate::tasks::blocking;
 
 /// Factor of the pause between hashes for many callers: 9 times the duration of the last hashing.
 const REST: u32 = 9;
@@ -96,17 +97,13 @@ impl Hashing {
             *last = Some(Last { hashes: hashes.clone(), taken, until: taken + rest });
             Ok(hashes)
         };
-        spawn_blocking(hash).await.map_err(defect)?
+        blocking(hash).await
     }
 }
 
 fn late() -> Fault {
     let remedy = "others have asked for it, too: try again later";
     Fault::new(FaultKind::Deadline, "state_hash", "not there", "there in time", remedy)
-}
-
-fn defect(error: tokio::task::JoinError) -> Fault {
-    Fault::new(FaultKind::Internal, "task", error, "finished", "see the server's log; this is a defect")
 }
 
 #[cfg(test)]

@@ -31,7 +31,7 @@ struct Seen {
 }
 
 /// A decided step.
-#[derive(Clone, Copy, Debug, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, serde::Serialize)]
 pub(crate) struct Decided {
     pub(crate) step: u64,
     /// Time of the decision, in milliseconds since 1970.
@@ -69,7 +69,6 @@ impl Decided {
         Decided {
             step: commit.step.0,
             at_ms: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_millis() as u64),
-            seconds: None,
             skipped: commit.skip,
             norm: commit.norm,
             clip_coefficient: commit.clip_coefficient,
@@ -77,9 +76,7 @@ impl Decided {
             learning_rate: commit.groups.first().map_or(0.0, |group| group.lr),
             loss: report.loss.filter(|loss| loss.is_finite()),
             exposed_seconds: timed.then_some(report.exposed_seconds),
-            pushed_bytes: 0,
-            pulled_bytes: 0,
-            update_seconds: 0.0,
+            ..Decided::default()
         }
     }
 }
@@ -136,21 +133,7 @@ mod tests {
     use super::*;
 
     fn decided(step: u64, skipped: bool) -> Decided {
-        Decided {
-            step,
-            at_ms: 0,
-            seconds: None,
-            skipped,
-            norm: step as f64,
-            clip_coefficient: 1.0,
-            loss_scale: 1.0,
-            learning_rate: 0.1,
-            loss: None,
-            exposed_seconds: None,
-            pushed_bytes: 0,
-            pulled_bytes: 0,
-            update_seconds: 0.0,
-        }
+        Decided { step, skipped, norm: step as f64, ..Decided::default() }
     }
 
     #[test]

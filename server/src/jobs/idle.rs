@@ -60,35 +60,18 @@ impl Idle {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
-    use longshore_engine::{
-        admission::Budget,
-        job::{Compute, Exported, UploadChunk},
-        kernels::Isa,
-        tier::Storage,
-    };
+    use longshore_engine::job::{Exported, UploadChunk};
     use longshore_proto::{
-        ChunkId, Incarnation, JobName, JobSpec, Param, Placement, Rank, ServerId, ShardId, StateArray,
-        checksum::crc32, limits::BLOCK_ELEMENTS,
+        ChunkId, Incarnation, Rank, ShardId, StateArray, checksum::crc32, limits::BLOCK_ELEMENTS,
     };
 
     use super::*;
+    use crate::jobs::tests::{jobs, wanted};
 
-    fn job() -> Arc<Job> {
-        let spec = JobSpec {
-            shard_elements: BLOCK_ELEMENTS,
-            ..JobSpec::new(
-                JobName::parse("name", "run").unwrap(),
-                vec![Param { name: "a".into(), shape: vec![64], group: 0 }],
-            )
-        };
-        let (placement, budget) = (Placement::striped(vec!["here".into()], 1), Budget::new(1 << 26));
-        let compute = Arc::new(Compute::new(1, Isa::detect()).unwrap());
-        let storage = Storage::default();
-        let job =
-            Job::open(spec, placement, ServerId(0), &budget, &storage, compute, Box::new(|| {})).unwrap();
-        let incarnation = Incarnation(1);
+    #[tokio::test]
+    async fn a_copy_is_a_use() {
+        let (_, handle) = jobs().open(wanted("run", None), false, Incarnation::default()).await.unwrap();
+        let (job, incarnation) = (&handle.job, Incarnation(1));
         job.join(Rank(0), incarnation, None).unwrap();
         let payload = vec![0; BLOCK_ELEMENTS as usize * 4];
         let chunk = UploadChunk {
@@ -100,17 +83,11 @@ mod tests {
             crc32: crc32(&payload),
         };
         job.upload_chunk(incarnation, chunk, &payload).unwrap();
-        Arc::new(job)
-    }
-
-    #[test]
-    fn a_copy_is_a_use() {
-        let job = job();
-        let idle = Idle::new(&job);
+        let idle = Idle::new(job);
         let unused = Instant::now();
         let is_unused = || {
             let least = unused.elapsed();
-            idle.look(&job, (0, false)) >= least
+            idle.look(job, (0, false)) >= least
         };
         assert!(is_unused());
         {
@@ -118,6 +95,6 @@ mod tests {
             assert!(!is_unused(), "an export");
         }
         let ended = Instant::now();
-        assert!(idle.look(&job, (0, false)) >= ended.elapsed());
+        assert!(idle.look(job, (0, false)) >= ended.elapsed());
     }
 }

@@ -93,11 +93,13 @@ impl Restores {
     {
         let mut last = self.lock();
         if let Some(run) = last.as_ref().filter(|run| run.is_under_way()) {
-            return match () {
-                () if run.act == *act => Ok(Turn::Mine(run.outcome.clone())),
-                () if run.act.checkpoint == act.checkpoint => Ok(Turn::Before(run.outcome.clone())),
-                () => Err(busy(&run.act)),
-            };
+            if run.act == *act {
+                return Ok(Turn::Mine(run.outcome.clone()));
+            }
+            if run.act.checkpoint == act.checkpoint {
+                return Ok(Turn::Before(run.outcome.clone()));
+            }
+            return Err(busy(&run.act));
         }
         let work = work.take().ok_or_else(lost)?;
         let (done, outcome) = watch::channel(None);
