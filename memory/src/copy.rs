@@ -13,17 +13,17 @@ const STRIDE: usize = 4;
 /// The least bytes that one instruction copies: starting it costs as much as copying 1 KiB.
 #[cfg(target_arch = "x86_64")]
 const AT_ONCE_BYTES: usize = 1024;
-/// The least bytes that are written past the caches. An ordinary store first reads the line that it writes,
-/// so a copy through memory moves three bytes for each one. A core copies 21 GB/s between tensors and shared
-/// memory that way, and 31 past its caches. Fewer bytes may still be in the L2 cache when they are used next.
+/// The least bytes that are written past the caches. An ordinary store first reads its cache line, so memory moves
+/// three bytes for each copied one. A core copies 21 GB/s between tensors and shared memory that way, and 31 past its
+/// caches. Shorter copies go through the caches: their bytes may be used from L2.
 #[cfg(target_arch = "x86_64")]
 const PAST_CACHES_BYTES: usize = 256 * 1024;
 /// Unit of the stores past the caches.
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
-/// Copies all of `source`, past the caches if it is long. Meant for bytes that nobody uses before much else
-/// has gone through the caches.
+/// Copies all of `source`, past the caches if it is long. Meant for bytes whose next use comes late: caches would have
+/// dropped them by then.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -40,22 +40,20 @@ pub fn copy_past_caches(source: &[u8], target: &mut [u8]) {
 
 /// Copies bytes that another process may write during the copy. Each byte is loaded once.
 ///
-/// x86-64 has one instruction for this copy. The compiler does not see its loads, and so assumes nothing of
-/// the loaded bytes. memcpy uses the same instruction for as many bytes. Loads and stores take a fifth to a
-/// third longer. Elsewhere, and for few bytes, Rust has volatile loads for memory that it does not know all
-/// accesses of. (An atomic load would do as well, but there is none of 16 bytes at once. With eight a core
-/// copies two thirds as fast.)
+/// x86-64 has one instruction for this copy, which memcpy uses for as many bytes. The compiler does not see its loads,
+/// and so assumes nothing of the loaded bytes. A loop of loads and stores takes a fifth to a third longer. Other CPUs,
+/// and short copies, use volatile loads of 16 bytes. Atomic loads have 8 bytes at most, and copy two thirds as fast.
 ///
 /// # Safety
-/// `source` is readable for as many bytes as `target` has, and no reference to them lets anybody write.
+/// `source` is readable for as many bytes as `target` has, and no reference of Rust's lets another thread write them.
 pub(crate) unsafe fn copy_foreign(source: *const u8, target: &mut [u8]) {
     #[cfg(target_arch = "x86_64")]
     if target.len() >= PAST_CACHES_BYTES {
         // SAFETY: what the caller keeps.
         return unsafe { stream(source, target) };
     } else if target.len() >= AT_ONCE_BYTES {
-        // SAFETY: it reads as many bytes as both sides have, writes `target` alone, which is borrowed exclusively, and ends
-        // with the three registers changed. The direction flag is clear, as the calling convention has it.
+        // SAFETY: the instruction reads and writes as many bytes as both sides have, and changes the three registers.
+        // `target` is borrowed exclusively. The calling convention keeps the direction flag clear.
         unsafe {
             std::arch::asm!(
                 "rep movsb",
@@ -71,9 +69,8 @@ pub(crate) unsafe fn copy_foreign(source: *const u8, target: &mut [u8]) {
     unsafe { copy_volatile(source, target) }
 }
 
-/// Copies whole lines of the target past the caches. The compiler knows nothing of this loop either. These
-/// stores may become visible late, so the loop ends with a fence. A thread that learns of the copy afterwards
-/// sees all of it.
+/// Copies whole lines of the target past the caches. The compiler does not see these loads either. Stores past the
+/// caches may become visible late, so the loop ends with a fence. A thread that learns of the copy then sees all of it.
 ///
 /// # Safety
 /// The caller fulfils the conditions of [`copy_foreign`].
@@ -87,8 +84,8 @@ unsafe fn stream(source: *const u8, target: &mut [u8]) {
     // SAFETY: what the caller keeps, for a part.
     unsafe { copy_volatile(source, head) };
     if !lines.is_empty() {
-        // SAFETY: it reads as many bytes as `lines` has and writes these, which are borrowed exclusively, whole lines of them
-        // and aligned as the stores ask for. All that it changes is named. SSE2 is part of x86-64.
+        // SAFETY: the loop reads as many bytes as `lines` has, and writes `lines`, which are borrowed exclusively. The
+        // lines are whole, and aligned as the stores need. Every changed register is named. SSE2 is part of x86-64.
         unsafe {
             std::arch::asm!(
                 "2:",
@@ -133,8 +130,7 @@ unsafe fn copy_volatile(source: *const u8, target: &mut [u8]) {
         // SAFETY: as above, and a multiple of words from where they are aligned.
         unsafe {
             let (from, to) = (source.add(at).cast::<Word>(), to.add(at).cast::<Word>());
-            // All loads come first. Stores between them would make the CPU wait where both ends are a page
-            // apart.
+            // All loads come first. With stores between them the CPU waits where both ends are a page apart.
             let words: [Word; STRIDE] = std::array::from_fn(|index| from.add(index).read_volatile());
             to.cast::<[Word; STRIDE]>().write_unaligned(words);
         }
@@ -157,7 +153,7 @@ unsafe fn copy_bytes(source: *const u8, target: *mut u8, at: usize, end: usize) 
 mod tests {
     use super::*;
 
-    /// Both ways of copying, with lengths about the least of each, from any offset in a line to any other.
+    /// Both copies, with lengths around each threshold, from any offset in a line to any other.
     #[test]
     fn copies_are_whole_wherever_they_begin_and_end() {
         let bytes: Vec<u8> = (0..600_000u32).map(|index| ((index * 31) >> 3) as u8).collect();
@@ -171,7 +167,7 @@ mod tests {
                     let place = &mut target[to..to + len];
                     match is_foreign {
                         false => copy_past_caches(source, place),
-                        // SAFETY: as long as the target, and nobody writes it.
+                        // SAFETY: as long as the target, and no thread writes it.
                         true => unsafe { copy_foreign(source.as_ptr(), place) },
                     }
                     let (before, after) = (&target[..to], &target[to + len..to + len + 80]);

@@ -10,23 +10,23 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 use super::{Region, map::Map};
 
-/// A file without a name, mapped here. A process that gets it can map it and read, for as long as it likes,
-/// and cannot change its size.
+/// A file without a name, mapped here. A process that is given the file may map and read it, and cannot change its
+/// size.
 pub struct SharedFile {
     file: File,
     bytes: usize,
 }
 
 impl SharedFile {
-    /// A file that nobody else can write to. File seals forbid it once the file is mapped here, and the
-    /// kernel keeps to them whatever a process's rights are.
+    /// A file that no other process can write. File seals forbid it once the file is mapped here, whatever rights a
+    /// process has.
     pub(super) fn sealed(bytes: usize) -> io::Result<(Map, SharedFile)> {
         SharedFile::create("longshore-images", bytes, SealFlags::FUTURE_WRITE)
     }
 
-    /// Memory whose pages can be given back ([`Region::give_back`]). The kernel takes that for writing, so
-    /// other writers cannot be sealed out. A process that is given the file runs as this process's user, who
-    /// may write to all of its memory anyway.
+    /// Memory whose pages can be given back ([`Region::give_back`]). The kernel treats that as a write, so a seal
+    /// against writers would forbid it. Only processes of the same user get the file, and they may write to this
+    /// process anyway.
     pub fn lendable(bytes: usize) -> io::Result<(Region, SharedFile)> {
         let (map, file) = SharedFile::create("longshore-gradients", bytes, SealFlags::empty())?;
         Ok((Region::whole(map), file))
@@ -78,7 +78,7 @@ mod tests {
         assert!(seen[0] == 0 && seen[1..].iter().all(|&byte| byte == 7));
         assert_eq!(shared.bytes(), 10_000);
 
-        // The file is opened anew with all of the owner's rights, and the file itself refuses.
+        // The seals hold also for the owner, who opens the file anew.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let again = OpenOptions::new().read(true).write(true).open(path).unwrap();
         assert!(Map::file(&again, 10_000).is_err());
@@ -87,7 +87,7 @@ mod tests {
         assert!(again.set_len(1 << 20).is_err());
     }
 
-    /// The third huge page is only half of the region's.
+    /// Only half of the third huge page belongs to the region.
     #[test]
     fn both_ends_map_huge_pages_where_the_kernel_has_them() {
         let bytes = 3 * HUGE_PAGE_BYTES;

@@ -33,8 +33,8 @@ impl Drop for Standard {
     }
 }
 
-/// Calls `act` in the standard mode. For arithmetic on a few numbers: compilers, which know nothing of the mode, move
-/// that past a [`Standard`], and past these boxes they move nothing.
+/// Calls `act` in the standard mode. Compilers know nothing of the mode, and may move short arithmetic past a
+/// [`Standard`]. The black boxes keep it inside.
 #[inline]
 pub fn standard<T>(act: impl FnOnce() -> T) -> T {
     let _standard = Standard::enter();
@@ -46,7 +46,8 @@ pub fn standard_thread() {
     std::mem::forget(Standard::enter());
 }
 
-/// The mode of hosts that flush denormals and round down, for tests. Dropping the [`Standard`] restores the mode before.
+/// The mode of hosts that flush denormals and round down, for tests. Dropping the [`Standard`] restores the mode
+/// before.
 #[doc(hidden)]
 pub fn foreign_for_tests() -> Standard {
     let before = Some(read());

@@ -6,14 +6,13 @@ use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 
 use super::{Source, map::Map, region::look};
 
-/// fstatfs's type of a memfd without huge pages of its own. A memfd of huge pages is refused: the host may
-/// have no huge page left, and a read would then kill the process.
+/// fstatfs's type of a memfd without huge pages of its own. A memfd of huge pages is refused. A read of it would kill
+/// this process on a host without a free huge page.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// A memfd with file seals, mapped read-only. Its owner may change every byte at any moment. The owner can
-/// neither take a page away nor make a read fail: both are checked before it is mapped. No reference to its
-/// bytes is ever made: see [`Source`]. An embedded server's owner is this very process, and nothing differs.
-/// Its writes go through another mapping, at other addresses.
+/// A memfd with file seals, mapped read-only. Its owner may change every byte at any moment, and may free pages, which
+/// then read as 0. The seals keep the file's size, so no read fails. References to its bytes do not exist: see
+/// [`Source`]. The owner may be this process, which then writes through another mapping at other addresses.
 pub struct Foreign {
     map: Map,
 }
@@ -96,8 +95,8 @@ impl Foreign {
     /// If they are not inside.
     pub fn source(&self, offset: u64, bytes: u64) -> Source<'_, u8> {
         assert!(self.holds(offset, bytes), "the caller has checked the place");
-        // SAFETY: inside the mapping, which lives as long as self and is readable to its end (it cannot shrink). This
-        // process maps it read-only, and makes no reference to it but those of `stamp`, whose bytes are read by atomics.
+        // SAFETY: inside the mapping, which lives as long as self. The file cannot shrink, so all of it is readable.
+        // The mapping is read-only, and only `stamp` makes references to it, of atomics.
         unsafe { Source::of_another_process(self.map.as_ptr().add(offset as usize), bytes as usize) }
     }
 }

@@ -1,5 +1,5 @@
-//! Lends work that borrows to threads that outlive the borrow. A pool of standing threads cannot do so in
-//! safe Rust. The lender does not return before the last borrower has, even when it unwinds.
+//! Loans of work to threads that outlive the borrows in it, which safe Rust cannot express. The engine's update
+//! threads run their shares of an update this way. The lender returns after its last borrower, also when it unwinds.
 
 // loom's models replace atomics and parking.
 #[cfg(loom)]
@@ -41,8 +41,8 @@ unsafe impl Sync for Lent {}
 
 /// Calls `with` with `work` on loan. Waits for every thread that runs the work before it returns.
 pub fn lend<R>(work: &(dyn Fn(usize) + Sync), with: impl FnOnce(&Loan) -> R) -> R {
-    // SAFETY: only the lifetime changes. `Recall` outlives every use: it is dropped in this frame, inside `work`'s true
-    // lifetime, and its drop waits until `users` is 0 and will stay so.
+    // SAFETY: only the lifetime changes. `Recall` is dropped in this frame, within `work`'s true lifetime. Its drop
+    // waits until no borrower is inside, and later ones are refused.
     let work: *const Task = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Task>(work) };
     let lent = Lent { work, users: AtomicUsize::new(0), lender: thread::current() };
     let recall = Recall(Loan(Arc::new(lent)));

@@ -1,8 +1,7 @@
 //! Memory with more than one party to it: mapped, shared with other processes, lent to threads that outlive a
 //! borrow.
 //!
-//! A Rust slice promises that nobody changes its bytes while it lives. The writers of the bytes decide which
-//! type stands for them:
+//! A Rust slice promises that its bytes do not change while it lives. So the writer of the bytes decides their type:
 //!
 //! | written by | type | how it is read |
 //! |---|---|---|
@@ -37,17 +36,16 @@ pub use slab::{AllocationError, Near, Slab};
 pub use source::{Element, Source};
 pub use traffic::Traffic;
 
-/// Limits glibc to two arenas. By default it makes eight a core, each of which keeps the memory that its
-/// threads have freed. A server's calls move from thread to thread, so it kept 32 to 98 MB of messages,
-/// differently from run to run. With two arenas it kept 28 to 32 MB, and steps took as long. Other allocators
-/// are left as they are.
+/// Limits glibc to two arenas. By default glibc makes eight a core, and each keeps the memory that its threads have
+/// freed. A server's calls move from thread to thread. With eight arenas a core it kept 32 to 98 MB of messages, with
+/// two 28 to 32 MB. Steps took as long. Other allocators are left as they are.
 ///
 /// Call this before the process has other threads, whose arenas would stay.
 pub fn few_arenas() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         const ARENAS: libc::c_int = 2;
-        // SAFETY: mallopt takes two numbers, may be called from any thread, and refuses what it does not know.
+        // SAFETY: mallopt takes two numbers, may be called from any thread, and refuses unknown parameters.
         let taken = unsafe { libc::mallopt(libc::M_ARENA_MAX, ARENAS) };
         if taken == 0 {
             tracing::debug!("the allocator keeps its own number of arenas");

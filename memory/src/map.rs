@@ -28,9 +28,9 @@ pub(super) struct Map {
     reserved: (*mut u8, usize),
 }
 
-// SAFETY: it owns its mapping, which belongs to the process and not to a thread.
+// SAFETY: a map owns its mapping, which belongs to the process and not to a thread.
 unsafe impl Send for Map {}
-// SAFETY: without unsafe code of its caller it reads and writes no byte.
+// SAFETY: a shared map reads and writes no byte, except by unsafe code of its caller.
 unsafe impl Sync for Map {}
 
 impl Map {
@@ -82,7 +82,7 @@ impl Map {
             kept: None,
             reserved: (reserved, space),
         };
-        // SAFETY: the bytes are inside the reservation, which is nobody else's.
+        // SAFETY: the bytes are inside the reservation, which is this value's own.
         let mapped = unsafe { libc::mmap(map.start.cast(), len, access, flags | libc::MAP_FIXED, file, 0) };
         if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(map) }
     }

@@ -1,5 +1,4 @@
-//! Models of the hand-overs between threads, in every order that Rust's memory model allows. ARCHITECTURE.md
-//! says how to run them.
+//! Models of the hand-overs between threads, in every order that Rust's memory model allows. `.ci/run --all` runs them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -17,8 +16,7 @@ use super::{
     region::{look, publish},
 };
 
-/// Cells that the work borrows, one for each seat. loom fails where two threads use one and neither has
-/// waited for the other.
+/// Cells that the work borrows, one for each seat. A model fails if two threads use a cell without a wait between them.
 struct Borrowed([UnsafeCell<u32>; 2]);
 
 // SAFETY: loom checks every access.

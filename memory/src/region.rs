@@ -1,4 +1,4 @@
-//! An exclusive part of a mapping, as bytes or as words, and the stamps by which others read what it has.
+//! Exclusive parts of mappings, as bytes or as words, and version stamps for readers of other processes.
 
 use std::{
     io,
@@ -16,18 +16,17 @@ use super::{AllocationError, SharedBytes, map::Map};
 
 /// Owns its bytes as a `Box<[u8]>` would, but inside a mapping that lives until its last region is dropped.
 ///
-/// No other part of this process writes these bytes or borrows them, and no other process writes them. Others
-/// may read them by ways that are no borrows: the kernel, for a socket ([`SharedBytes`]), and processes that
-/// were given the mapping's file. A checksum or a version tells such readers that the owner wrote meanwhile.
+/// Only the region's owner writes these bytes or borrows them. Two kinds of readers do not borrow: the kernel, for a
+/// socket ([`SharedBytes`]), and processes that have the mapping's file. A checksum or a version stamp tells them that
+/// the owner wrote meanwhile.
 pub struct Region {
     start: *mut u8,
     len: usize,
     map: Arc<Map>,
 }
 
-// SAFETY: a region is the only one to reach its bytes in this process (they come from `Region::new`, which `Slab::cut` calls
-// with disjoint ranges, or from another region, which loses them), so moving it to another thread moves exclusive access,
-// as for a Box.
+// SAFETY: a region has exclusive access to its bytes in this process. A move to another thread moves that access, as
+// for a Box. `Slab::cut` gives `Region::new` disjoint ranges, and a region that is split loses the bytes split off.
 unsafe impl Send for Region {}
 // SAFETY: through a shared reference bytes can only be read.
 unsafe impl Sync for Region {}
@@ -108,14 +107,14 @@ impl Region {
     }
 
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the mapping is alive and initialised (new pages are zero), and as long as self is borrowed nobody writes
-        // this range: nobody else has it to write.
+        // SAFETY: the mapping is alive and initialised, since new pages are zero. Only `self` can write this range,
+        // and it is borrowed.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`; &mut self makes the access exclusive in this process, and what others read by address is
-        // no access of Rust's.
+        // SAFETY: as in `bytes`; &mut self makes the access exclusive in this process. Reads of the kernel and of other
+        // processes are no accesses of Rust's.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 
@@ -148,12 +147,12 @@ impl AtomicWords {
     }
 
     pub fn get(&self) -> &[AtomicU64] {
-        // SAFETY: as in `Region::bytes`; aligned, as asserted; and nothing but these atomics reaches the bytes, since
-        // the region is ours and has no other accessor from here on.
+        // SAFETY: as in `Region::bytes`, and aligned, as asserted. Only these atomics reach the bytes: the region is
+        // private, and no other method uses it.
         unsafe { std::slice::from_raw_parts(self.region.start.cast(), self.region.len / 8) }
     }
 
-    /// Sets a stamp: to 0 before the first byte beside it is written, and to another value after the last one.
+    /// Sets a stamp: to 0 before its bytes are written, and to another value afterwards.
     pub fn publish(&self, index: usize, value: u64) {
         publish(&self.get()[index], value);
     }
@@ -163,7 +162,7 @@ impl AtomicWords {
     }
 }
 
-/// A word beside bytes that readers cannot be locked out of: an atomic, or a model's. Bytes read between two equal
+/// A version stamp beside bytes whose readers take no lock: an atomic, or a model's. Bytes read between two equal
 /// stamps are of that version.
 ///
 /// The writer sets the stamp to 0 before it changes the first byte. Once the last byte is written, the stamp is the

@@ -12,14 +12,12 @@ use super::map::Map;
 
 /// A part of a [`Region`](super::Region) that is sent while the region's owner may write it.
 ///
-/// No Rust code can read these bytes soundly. The owner writes them with ordinary stores, and any load that
-/// races with those is undefined behaviour, an atomic one too. So this type has no way to read them, and
-/// gives their address to a system call ([`write_parts`]). The kernel's reads are no access of this program,
-/// and read each byte as it is just then. Received bytes count only if they match a checksum that was taken
-/// while nobody could write.
+/// Rust code cannot read these bytes soundly. The owner writes them with ordinary stores. A load that races with those
+/// is undefined behaviour, even an atomic one. So this type only gives their address to a system call
+/// ([`write_parts`]). The kernel reads each byte as it is just then, which is no access of this program. A receiver
+/// accepts the bytes only with a checksum that was taken under the owner's lock.
 ///
-/// Code that needs the bytes in this process copies them from the region, under the lock that its owner
-/// writes under.
+/// Code of this process copies the bytes from the region, under its owner's lock.
 #[derive(Clone)]
 pub struct SharedBytes {
     start: *const u8,
@@ -30,7 +28,7 @@ pub struct SharedBytes {
     held: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-// SAFETY: it holds the mapping, which may be used from any thread, and only ever gives its address to the kernel.
+// SAFETY: the mapping may be used from any thread, and its address goes to the kernel alone.
 unsafe impl Send for SharedBytes {}
 // SAFETY: the reason above holds for shared use too.
 unsafe impl Sync for SharedBytes {}
@@ -71,7 +69,7 @@ impl SharedBytes {
     }
 }
 
-/// Piece of a gathered write, which writes several one after the other.
+/// Piece of a gathered write.
 #[derive(Clone)]
 pub enum Part<'a> {
     Own(&'a [u8]),
@@ -105,7 +103,8 @@ pub fn write_parts(to: impl AsFd, parts: &[Part<'_>]) -> io::Result<usize> {
         };
         *vector = libc::iovec { iov_base: start.cast_mut().cast(), iov_len: len };
     }
-    // SAFETY: the descriptor is open; every vector is readable memory that `parts` keeps alive; writev writes none of it.
+    // SAFETY: the descriptor is open; every vector is readable memory that `parts` keeps alive; writev writes none of
+    // it.
     let written = unsafe { libc::writev(to.as_fd().as_raw_fd(), vectors.as_ptr(), count as libc::c_int) };
     if written < 0 { Err(Error::last_os_error()) } else { Ok(written as usize) }
 }

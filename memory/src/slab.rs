@@ -1,4 +1,5 @@
-//! A slab: one anonymous mapping for all buffers of a kind, cut into exclusive regions.
+//! A slab: one mapping for all buffers of a kind, cut into exclusive regions. A job makes its slabs as it opens, and
+//! its update threads touch them.
 
 use std::{
     fs::{self, File},
@@ -77,8 +78,8 @@ impl Slab {
         Ok((Slab { map }, file))
     }
 
-    /// Maps the start of a file that outlives the process, and makes the file that long. Its space is reserved where the
-    /// slab is carved and touched. The file's content stays.
+    /// Maps the start of a file that outlives the process, and makes the file that long. Its space is reserved where
+    /// the slab is carved and touched. The file's content stays.
     ///
     /// The file must be this process's own: private to its user, in a folder that it has locked. Nobody else
     /// then truncates it or writes to it.
@@ -96,8 +97,8 @@ impl Slab {
     ///
     /// Each thread of `near` touches the part of a region whose blocks it will update. This also puts the
     /// part on the thread's NUMA node (no mbind: first touch decides). First touch costs most of an
-    /// allocation. With the memory at hand one thread or two touch 24 GB/s. A virtual machine must
-    /// first get it from its host: one thread touched 4.3 and 5.2 GB/s there, two threads 5.8 and 5.5.
+    /// allocation. Of memory that the kernel has at hand, one thread or two touch 24 GB/s. A virtual machine whose host
+    /// must provide the memory touched 4.3 to 5.8 GB/s, with one thread or two.
     ///
     /// # Panics
     /// If the sizes need more than the slab has.
@@ -161,7 +162,7 @@ impl Slab {
     /// Touches regions. Those without a gap between them are a run, and nothing outside of the runs is touched.
     fn touch(&self, regions: &[Range<usize>], runs: &[Range<usize>], near: &impl Near) -> io::Result<()> {
         let failed = OnceLock::new();
-        // The parts are fractions, since all regions are shared out in the same way.
+        // Parts are fractions of a region, so one sharing serves regions of any size.
         const PARTS: usize = 1 << 20;
         near.shares(PARTS, &|share: Range<usize>| {
             for region in regions {

@@ -16,23 +16,22 @@ const PIECE_BYTES: usize = 16 * 1024;
 
 /// Elements in a row that can be read while it lives.
 ///
-/// Where another process may write them no reference to them ever exists, and no allocation of Rust's
-/// contains them. Every read of one element is then a volatile one, whose outcome is whatever the bytes are
-/// just then. Two reads of one element may differ. So the values are numbers to compute with. No index, no
-/// length and no check may rest on a value that was not copied first.
+/// Elements that another process may write have no reference, and lie in no allocation of Rust's. Each read of one is
+/// volatile, and returns whatever the bytes are just then: two reads may differ. So these elements are numbers to
+/// compute with. An index, a length or a check must use a copy.
 ///
 /// Vector kernels load from [`Source::as_ptr`] with the intrinsics of their instruction set. Such a kernel
 /// loads each element once for each use, and concludes nothing from it but sums and products.
 pub struct Source<'a, T> {
     start: *const T,
     len: usize,
-    /// True if nobody writes the elements while this lives, so that they may be borrowed.
+    /// True if the elements stay unchanged while this lives, so that they may be borrowed.
     owned: bool,
     from: PhantomData<&'a [T]>,
 }
 
-// SAFETY: it only reads, and where it came from a slice it is as good as the slice, which is `Send` as `T` is `Sync`.
-// Elements of another process are mapped for all threads of this one.
+// SAFETY: a source only reads. Made of a slice it is as good as the slice, which is `Send` if `T` is `Sync`. Elements
+// of another process are mapped for all threads of this one.
 unsafe impl<T: Sync> Send for Source<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for Source<'_, T> {}
@@ -146,7 +145,7 @@ impl<'a, T: Element> Source<'a, T> {
     }
 
     fn owned_elements(&self) -> Option<&'a [T]> {
-        // SAFETY: it was made of this slice, whose borrow lasts as long as `'a`.
+        // SAFETY: an owned source was made of this slice, whose borrow lasts as long as `'a`.
         self.owned.then(|| unsafe { std::slice::from_raw_parts(self.start, self.len) })
     }
 }
@@ -159,7 +158,7 @@ mod tests {
     fn pieces_are_all_elements_in_order() {
         let elements: Vec<u16> = (0..20_011).collect();
         let bytes: &[u8] = bytemuck::cast_slice(&elements);
-        // SAFETY: the bytes live as long as this test, and nobody writes them.
+        // SAFETY: the bytes live as long as this test, and stay unchanged.
         let foreign = unsafe { Source::of_another_process(bytes.as_ptr(), bytes.len()) }.cast::<u16>();
         for source in [foreign, Source::from(&elements[..])] {
             let mut seen = Vec::new();

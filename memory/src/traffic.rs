@@ -1,14 +1,10 @@
-//! The least that an update can cost: its memory traffic without its arithmetic. `longshore bench update`
-//! compares with it.
-//!
-//! This module stands beside the buffers and not in the bench, since stores that go past the caches have no
-//! safe form.
+//! Memory traffic of an update without its arithmetic: the least that an update can cost. `longshore bench update`
+//! compares with it. Stores past the caches have no safe form, so the module is in this crate.
 
 use std::hint::black_box;
 
-/// Number of elements of every array that are moved at a time. Each array then gives whole cache lines: as
-/// many as an element has whole bytes. Remaining bytes of an array, such as the scales of 8-bit moments,
-/// follow at the end.
+/// Elements of every array that are moved at a time. Of an array with n bytes an element these are n whole cache lines.
+/// Remaining bytes of an array, such as the scales of 8-bit moments, follow at the end.
 const GROUP: usize = 64;
 const LINE: usize = 64;
 
@@ -55,8 +51,8 @@ impl Traffic<'_> {
         };
         #[cfg(target_arch = "x86_64")]
         {
-            // SAFETY: the CPU has the instructions, and the lines of all groups are inside the arrays, which are
-            // borrowed for this call; the written one is aligned.
+            // SAFETY: the CPU has the instructions. The arrays are borrowed for this call. The lines of all groups
+            // are inside them, and the written array is aligned.
             unsafe {
                 if is_x86_feature_detected!("avx512f") {
                     return avx512(&arrays);
@@ -85,8 +81,7 @@ struct Arrays {
 macro_rules! loops {
     ($arrays:ident, $vector:ty, $zero:expr, $ones:expr, $load:path, $xor:path, $store:path, $stream:path) => {{
         let zero: $vector = black_box($zero);
-        // The written bytes are not zero. Zen 5 stores lines of zeros past its caches so much faster that the
-        // whole loop takes 12 % less time.
+        // The written bytes are not zero, since Zen 5 stores lines of zeros faster. The loop took 12 % less time.
         let mut mixed: $vector = black_box($ones);
         for group in 0..$arrays.groups {
             let line = |(start, lines): (*mut u8, usize), index: usize, part: usize| {

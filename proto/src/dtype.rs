@@ -1,4 +1,4 @@
-//! Element types on the wire and in images. Their numbers are those of common.proto.
+//! Element types on the wire and in images, numbered as in common.proto.
 
 use crate::named::named;
 

@@ -15,8 +15,8 @@ pub const OWED: &str = "commit.gradients";
 /// Limit of a missing job that the server has deleted since it started.
 pub const DELETED: &str = "open on this server, which has deleted it";
 
-/// Most bytes of a fault's text on the wire. Four of them, and the same again as details, fit the 16 KiB of headers that
-/// gRPC libraries accept.
+/// Most bytes of each of a fault's four texts on the wire. Each text is sent twice, in message and details. All of them
+/// fit the 16 KiB of headers that gRPC libraries accept.
 const MOST_TEXT_BYTES: usize = 1024;
 
 /// Class of a fault, from which a caller decides whether to retry. `wire::status` maps it to a gRPC
@@ -49,7 +49,7 @@ pub enum FaultKind {
     Internal,
 }
 
-// The names are those on the wire, and stay.
+// These names are sent and documented, so they stay.
 named!(FaultKind;
     Invalid = "INVALID",
     Conflict = "CONFLICT",

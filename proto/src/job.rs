@@ -207,8 +207,8 @@ impl JobSpec {
         if is_alike { other.partitions.clone() } else { self.partitions.clone() }
     }
 
-    /// Returns the contributions of a step from this many ranks together, a factor of the commit's gradient scale. A
-    /// shard with fewer contributors is divided by [`JobSpec::share`] of that scale.
+    /// Returns how many contributions this many ranks make to a step, which is a factor of the commit's gradient
+    /// scale. A shard with fewer contributors is divided by [`JobSpec::share`] of that scale.
     pub fn contributions(&self, world_size: u32) -> u64 {
         u64::from(world_size) * u64::from(self.micro_steps)
     }

@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
-/// Returns the text with control characters, marks of direction and invisible characters as `\n` or `\u202e`. JSON reads
-/// these escapes too.
+/// Returns the text with control characters, marks of direction and invisible characters as `\n` or `\u202e`. JSON
+/// reads these escapes too.
 pub fn legible(text: &str) -> Cow<'_, str> {
     if !text.contains(acts) {
         return Cow::Borrowed(text);

@@ -22,19 +22,19 @@ pub const MAX_SHARD_ELEMENTS: u64 = 1 << 30;
 /// With two arenas (`memory::few_arenas`) it was up to 32 MB in the 12 configurations of docs/plan.md.
 pub const PROCESS_BYTES: u64 = 32 * 1024 * 1024;
 
-/// Largest part of the time between two decisions that updates wait for shards that move, unless an operator says
-/// otherwise. A move then makes a step at most a twentieth longer.
+/// Part of a step's time that updates may wait for moving shards, unless an operator sets another. A move then makes a
+/// step at most a twentieth longer.
 pub const DEFAULT_MAX_EXPOSED: f64 = 0.05;
 
 /// Largest payload of one data-plane message.
 pub const CHUNK_BYTES: usize = 1024 * 1024;
-/// HTTP/2 window of a server's data connection: bytes in flight while the server does not read. 16 ranks with two
-/// connections each filled windows of 16 MiB with 300 MiB. At 2 MiB pushes are as fast (0.85 of raw TCP).
+/// HTTP/2 window of a server's data connection: bytes in flight while the server does not read. With windows of 16 MiB,
+/// 16 ranks with two connections each had 300 MiB in flight. At 2 MiB pushes are as fast (0.85 of raw TCP).
 pub const WINDOW_BYTES: usize = 2 * CHUNK_BYTES;
 /// Default number of data connections from a rank to each server.
 pub const DATA_CONNECTIONS: usize = 2;
-/// Largest memory of one data connection on a server: its window, the frame being read, and memory that the allocator
-/// keeps. The allocator keeps earlier frames and upload messages, which tonic's codec buffers more than once.
+/// Largest memory of one data connection on a server: its window, the current frame, and memory that the allocator
+/// keeps. Of earlier frames and upload messages the allocator keeps several, since tonic's codec buffers them twice.
 pub const CONNECTION_BYTES: usize = WINDOW_BYTES + 5 * CHUNK_BYTES;
 /// Additional memory of a connection if images are read from drives, or frozen weights from the state. The memory holds
 /// messages built, queued and being sent. With sixteen ranks and gradients on drives too, a connection came to 9 MiB in
@@ -53,7 +53,7 @@ pub const CONNECTIONS_PER_RANK: usize = DATA_CONNECTIONS + 2;
 
 // The limits below bound the memory that strangers can make a server hold; docs/limits.md adds them up.
 
-/// Connections that a server accepts beside those of its jobs' ranks.
+/// Connections that a server accepts beside the connections of its jobs' ranks.
 pub const SPARE_CONNECTIONS: usize = 1024;
 /// Connections that one identity, or one address, leaves to others; or a quarter of all, if those are fewer.
 pub const OTHERS_CONNECTIONS: usize = 256;
@@ -71,9 +71,9 @@ pub const CALLS_SHARE: usize = 4;
 pub const MAX_HEADER_BLOCK_BYTES: usize = 32 * 1024;
 /// Largest headers of a call once unpacked; gRPC libraries allow 8 to 16 KiB.
 pub const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;
-/// Bytes of frames, messages, and answers without a taker that all connections may make a server hold together: four of
-/// the largest control messages. [`UNFINISHED_SHARE_BYTES`] a connection, [`SMALL_MESSAGE_BYTES`] a call and
-/// [`RANK_SHARE_BYTES`] a rank's connection come on top.
+/// Bytes that all connections together may make a server hold. Incomplete frames and messages count, and answers that
+/// wait for their readers. Four of the largest control messages fit. [`UNFINISHED_SHARE_BYTES`] a connection,
+/// [`SMALL_MESSAGE_BYTES`] a call and [`RANK_SHARE_BYTES`] a rank's connection come on top.
 pub const MAX_UNFINISHED_BYTES: usize = 4 * MAX_CONTROL_MESSAGE_BYTES;
 /// Most of those bytes that one identity, or one address, may hold. The largest description of a job fits.
 pub const SHARE_BYTES: usize = MAX_UNFINISHED_BYTES / 4 * 3;
@@ -90,7 +90,7 @@ pub const IDLE_CALL_BYTES: usize = 10 * 1024;
 /// Results of a Push call that may wait for a sender that does not read them. The limit ends when a rank's chunk has
 /// arrived on the connection.
 pub const STRANGER_RESULTS: usize = 4;
-/// Memory of those results a call: each of three encoded, unsent messages holds as many again. The largest result
+/// Memory of these results in a call. Each of three encoded, unsent messages holds as many again. The largest result
 /// quotes the beginning of a wrong job name in 400 bytes.
 pub const UNTAKEN_RESULTS_BYTES: usize = 4 * STRANGER_RESULTS * 400;
 /// Largest memory that strangers can make a server hold.
@@ -98,16 +98,15 @@ pub const STRANGERS_BYTES: usize = SPARE_CONNECTIONS * (IDLE_CONNECTION_BYTES + 
     + (MAX_CALLS + SPARE_CONNECTIONS * CALLS_SHARE)
         * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES + UNTAKEN_RESULTS_BYTES)
     + MAX_UNFINISHED_BYTES;
-/// Memory of a handshake in progress. A server held 3 KiB for each of 256 handshakes without a first byte. Other
-/// stages: 10 KiB within a hello, 25 within a hello of 16 KB, 14 after its own answer. rustls accepts at most 64 KiB of
-/// a handshake.
+/// Memory of a handshake in progress. With 256 handshakes at once a server held 3 KiB for each without a first byte. In
+/// later stages it held 10 to 25 KiB. The limit is above these, since rustls accepts up to 64 KiB of a handshake.
 pub const HANDSHAKE_BYTES: usize = 112 * 1024;
 /// Largest size of one end's certificates. The peer keeps them with the keys for the lifetime of the connection. A
 /// chain of three certificates with RSA keys of 4096 bits has 6 KiB.
 pub const MOST_CHAIN_BYTES: usize = 12 * 1024;
-/// Memory of TLS for a connection, beside [`IDLE_CONNECTION_BYTES`]. rustls buffers 32 KiB of received records and 18
-/// KiB of decrypted data. Outgoing records take 64 KiB, up to 136 if each is small. [`MOST_CHAIN_BYTES`] and the keys
-/// are the rest.
+/// Memory of TLS for a connection, beside [`IDLE_CONNECTION_BYTES`]. Its buffers in rustls have 32 KiB of received
+/// records and 18 KiB of decrypted data. Outgoing records take 64 KiB, and up to 136 if each is small.
+/// [`MOST_CHAIN_BYTES`] and the keys are the rest.
 pub const TLS_CONNECTION_BYTES: usize = 208 * 1024;
 /// Additional memory that strangers can make a server hold if it speaks TLS.
 pub const STRANGERS_TLS_BYTES: usize =

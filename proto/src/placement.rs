@@ -20,11 +20,12 @@ pub struct Placement {
     /// [`NO_SERVER`] where a shard has none. Empty in a job without replicas.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub replicas: Vec<ServerId>,
-    /// Changes of owners and replicas that a step in flight may still ask about: by shard, and a shard's oldest first.
+    /// Changes of owners and replicas that a step in flight may still ask about. Sorted by shard; a shard's oldest is
+    /// first.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "by_shard")]
     pub handovers: Vec<Handover>,
-    /// The job's clock minus the clock of its first member, in ms. Processes of a rank are ordered by the job's clock,
-    /// which is that of the very first server.
+    /// The job's clock minus the clock of its first member, in ms. Processes of a rank are ordered by the job's
+    /// clock. The very first server's clock is the job's.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub clock_ahead_ms: i64,
 }
@@ -73,12 +74,12 @@ pub struct PlacementChange {
     pub lost: Vec<ServerId>,
     /// The placement's epoch after the change: one more than before.
     pub epoch: Epoch,
-    /// Added to the placement's, where the first member leaves: its clock minus that of the next one.
+    /// Added to the placement's `clock_ahead_ms` if the first member leaves: its clock minus the next member's clock.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub clock_ahead_ms: i64,
 }
 
-/// Checks the largest part of the time between two decisions that updates may wait for shards that move.
+/// Checks `max_exposed`: the part of a step's time that updates may wait for moving shards.
 pub fn check_max_exposed(part: f64) -> Result<(), Fault> {
     if part > 0.0 && part <= 1.0 {
         return Ok(());
@@ -144,8 +145,8 @@ impl Placement {
         std::iter::once(owner).chain(replica.filter(|&replica| replica != NO_SERVER && replica != owner))
     }
 
-    /// The servers that may have a shard's version of `step`, the owner first. A new replica has the version that it has
-    /// fetched.
+    /// The servers that may have a shard's version of `step`, the owner first. A new replica has the version that it
+    /// has fetched.
     pub fn sources_at(&self, shard: ShardId, step: Step) -> Vec<ServerId> {
         let mut sources: Vec<ServerId> = self.holders_at(shard, step).collect();
         if !self.replicas.is_empty() {
@@ -155,20 +156,20 @@ impl Placement {
         sources
     }
 
-    /// The server before a change that counts from a later step than `step` on.
+    /// Returns the server before a change, if the change takes effect after `step`.
     fn before(&self, shard: ShardId, step: Step, is_replica: bool) -> Option<ServerId> {
         let is_later = |of: &&Handover| of.is_replica == is_replica && of.from_step > step;
         self.handovers_of(shard).iter().find(is_later).map(|handover| handover.before)
     }
 
-    /// A move of thousands of shards has tens of thousands of handovers, and each chunk and pull asks for its shard's.
+    /// Returns a shard's handovers by binary search: each chunk and pull asks, and a large move has tens of thousands.
     fn handovers_of(&self, shard: ShardId) -> &[Handover] {
         let from = self.handovers.partition_point(|of| of.shard < shard);
         let to = from + self.handovers[from..].partition_point(|of| of.shard == shard);
         &self.handovers[from..to]
     }
 
-    /// The server that has a shard's state of `version`, for a server that makes later versions.
+    /// Returns the server from which `server` gets a shard's state of `version`.
     pub fn source(&self, server: ServerId, shard: ShardId, version: Version) -> ServerId {
         let step = Step(version.0);
         let before = self.before(shard, step, self.owner(shard) != server);
@@ -226,7 +227,7 @@ impl Placement {
         for &(shard, to) in &change.replicas {
             let mut before = std::mem::replace(&mut self.replicas[shard.index()], to);
             let mut from_step = from_step;
-            // A replica that is dropped may have another gradient of the step: it makes no version of it.
+            // A dropped replica may have another gradient of the step, so it makes no version of that step.
             if to == NO_SERVER {
                 from_step = step;
                 let is_later = |of: &mut Handover| of.shard == shard && of.is_replica && of.from_step > step;
@@ -245,8 +246,8 @@ impl Placement {
         }
     }
 
-    /// Takes servers for lost: the other holder of each of their shards is the owner. A server that awaited a shard's
-    /// state from a lost one holds the shard no more, if another does.
+    /// Takes servers for lost: the other holder of each of their shards is the owner. A server that awaits a shard's
+    /// state from a lost server gives the shard up if another server holds it.
     fn lose(&mut self, lost: &[ServerId]) {
         for (shard, owner) in (0..).map(ShardId).zip(&mut self.owners) {
             let Some(replica) = self.replicas.get_mut(shard.index()) else { continue };
@@ -276,7 +277,7 @@ impl Placement {
         (0..shards).map(ShardId).find(is_last)
     }
 
-    /// Returns true if every handover is over: no step in flight at `version` has an owner that is not the newest.
+    /// Returns true if every handover is over: all steps in flight at `version` have the newest owners.
     pub fn is_settled(&self, version: Version) -> bool {
         self.handovers.iter().all(|handover| handover.from_step.0 + STEPS_KNOWN <= version.0)
     }

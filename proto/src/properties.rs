@@ -1,5 +1,5 @@
-//! The table of tiers, and the properties that follow from a job's tier, for code that does not hold its state. Only
-//! the engine's `tier` folder matches on tiers: all other code asks for these properties.
+//! The table of tiers, and the properties that follow from a job's tier. Only the engine's `tier` folder matches on
+//! tiers: all other code asks for these properties.
 
 use crate::named::named;
 

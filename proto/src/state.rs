@@ -1,4 +1,4 @@
-//! Formats of a job's optimizer state, the same in memory, on disk and in checkpoints. Their numbers are those of
+//! Formats of a job's optimizer state, the same in memory, on disk and in checkpoints. Their numbers are as in
 //! common.proto.
 
 use crate::{

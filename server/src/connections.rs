@@ -146,8 +146,8 @@ impl Connections {
         entries.iter().filter(|entry| entry.origin == origin && entry.standing.strong_count() > 0).count()
     }
 
-    /// Closes connections, with their calls, as their certificates expire, their credentials are taken back, or answers
-    /// wait for their readers too long. Clients with new credentials reconnect.
+    /// Closes connections and their calls. Reasons are an expired certificate, a credential taken back, and an
+    /// answer that has waited too long for its reader. Clients with new credentials reconnect.
     pub(crate) async fn watch(self: Arc<Self>, register: Option<Arc<Register>>) -> Infallible {
         loop {
             tokio::time::sleep(LOOK).await;
@@ -172,7 +172,7 @@ impl Connections {
         expired.filter_map(|entry| entry.standing.upgrade()).map(|standing| standing.cut()).count()
     }
 
-    /// Ends connections whose credential was lost at the check before, too.
+    /// Ends connections whose credential was lost at two checks in a row.
     fn end_lost(&self, register: &Register) -> usize {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         let lost = entries.extract_if(.., |entry| {
@@ -233,7 +233,7 @@ impl Connections {
                 }
             }
         }
-        // A burst of new connections has no call yet, and must not end those of its origin that have called.
+        // Connections of a burst have no call yet, and must not end older connections of their origin that have called.
         found.retain(|(origin, turn, _)| *turn == Turn::Unused || !with_unused.contains(origin));
         // Calls are aborted only if every remaining connection has one.
         if found.iter().any(|(_, turn, _)| *turn < Turn::Calling) {

@@ -19,7 +19,7 @@ const TMPFS: &str = "/dev/shm";
 /// Locks on the directories, held while the server runs.
 pub(crate) struct Directories {
     pub(crate) shm: Option<PathBuf>,
-    /// The default folder for the `shm` tier, which goes with this if it is empty.
+    /// The default folder of the `shm` tier. Drop removes it if it is empty.
     made: Option<PathBuf>,
     _claims: Vec<Claim>,
 }

@@ -55,8 +55,8 @@ pub fn runtime(thread_name: &str) -> io::Result<Runtime> {
 /// Longest time that calls on files may take after the server has stopped.
 const LAST_CALLS: Duration = Duration::from_secs(5);
 
-/// Runs the program with these arguments, its name first, until a stop signal. Returns the exit code: 0 after a drain,
-/// 2 for a wrong flag, variable or configuration key. 1 means that it cannot serve or got a second stop signal.
+/// Runs the program with these arguments, its name first, until a stop signal. Returns the exit code, as `main` lists
+/// it.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     few_arenas();
     let parsed = Flags::try_parse_from(arguments)

@@ -1,7 +1,12 @@
 //! Logs to stderr, as text or one JSON object a line.
 //!
-//! Levels: `error`, a job or the server cannot go on; `warn`, an operator should act; `info`, start and end of servers
-//! and jobs; `debug`, each refused request; `trace`, each shard's work.
+//! | level | records |
+//! |---|---|
+//! | `error` | a job or the server cannot go on |
+//! | `warn` | an operator should act |
+//! | `info` | start and end of servers and jobs |
+//! | `debug` | each refused request |
+//! | `trace` | each shard's work |
 
 use std::{
     io::{self, Write},
@@ -57,8 +62,8 @@ pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
     let _ = tracing_subscriber::registry().with(other).with(stderr).try_init();
 }
 
-/// Writer of whole records, one a line. Text from outside may hold an end of line or a terminal's commands: a record of
-/// its own, or what the terminal shows instead. Both are escaped, and colours with them.
+/// Writer of whole records, one a line. Text from outside may contain an end of line, which would forge a record, or
+/// commands to the terminal. Both are escaped, and so are colours.
 struct Lines<W>(W);
 
 impl<W: Write> Write for Lines<W> {
@@ -74,8 +79,8 @@ impl<W: Write> Write for Lines<W> {
     }
 }
 
-/// Limits the crate h2 to errors unless `filter` names it, as in `info,h2=warn`. h2 warns of every connection whose
-/// peer resets calls too fast, so strangers could fill the log.
+/// Limits the crate h2 to errors unless `filter` names it, as in `info,h2=warn`. The crate warns of every connection
+/// whose peer resets calls too fast, so strangers could fill the log.
 fn without_guests(filter: Targets) -> Targets {
     if filter.iter().any(|(target, _)| target.starts_with("h2")) {
         return filter;

@@ -1,7 +1,10 @@
 //! `longshored`: parse, log, serve, drain.
 //!
-//! Exit codes: 0 after a drain, 2 for a wrong flag, variable or configuration key. 1 means that it cannot serve or got
-//! a second stop signal.
+//! | exit code | reason |
+//! |---|---|
+//! | 0 | a stop signal, and a drain |
+//! | 1 | the server could not serve, or got a second stop signal |
+//! | 2 | a wrong flag, variable or configuration key |
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The user at the other end of a loopback connection: a port must not be open to all users of this host.
+//! The user at the other end of a loopback connection. Without this check a port is open to all users of this host.
 //!
 //! The kernel's table of sockets names each socket's user. A connection over loopback has both ends in one network
 //! namespace. So the table of this process's namespace has the peer's socket.
@@ -229,7 +229,7 @@ mod tests {
         }
     }
 
-    /// The table names root as the user of a socket that no process has open, and its bytes may wait to be read.
+    /// Of a socket that no process has open, the table names root as the user. Its bytes may still wait to be read.
     #[tokio::test]
     async fn a_caller_that_has_hung_up_is_nobody() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

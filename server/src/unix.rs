@@ -1,5 +1,5 @@
-//! A Unix socket for workers on the same host: half the CPU time of loopback TCP, and no port reachable from other
-//! hosts.
+//! A Unix socket for workers on the same host. A step through it takes half the CPU time of loopback TCP, and other
+//! hosts reach no port.
 
 use std::{
     env,
@@ -56,8 +56,8 @@ impl SocketFolder {
         };
         let fit = parent.to_str().is_some_and(|path| path.len() + 28 <= LONGEST_FOLDER && fits(path));
         let parent = if fit { parent } else { Path::new("/tmp") };
-        // A new folder is made or none: other users may make files of any name here. Processes that one process has
-        // forked draw the same random numbers.
+        // The folder must be new, since other users may make files of any name here. The process and the time are
+        // part of the number: forks of one process draw the same random numbers.
         let number = RandomState::new().hash_one((process::id(), SystemTime::now()));
         let path = parent.join(format!("longshore-{number:016x}"));
         let made = DirBuilder::new().mode(0o700).create(&path);

@@ -291,7 +291,7 @@ fn pull(link: u64) -> PullRequest {
     }
 }
 
-/// Commits step 1 of SGD with lr 0.25 over the mean of two gradients of 2.0, and pulls the weights: ones become 0.5.
+/// Commits step 1 of SGD with lr 0.25 over the mean of two gradients of 2.0, and pulls the weights. Ones become 0.5.
 async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
     let hyper = v1::Hyper { lr: 0.25, ..Default::default() };
     let commit = v1::Commit {

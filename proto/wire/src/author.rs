@@ -1,5 +1,5 @@
-//! The author of a checkpoint's calls, in their metadata. A name alone does not tell apart two authors of one
-//! checkpoint: the discard of one would remove the part of the other.
+//! The author of a checkpoint's calls, in their metadata. Two authors may write checkpoints of one name. Without the
+//! author, a discard by one would remove the part of the other.
 
 use longshore_proto::Incarnation;
 use tonic::{

@@ -1,5 +1,5 @@
-//! The codec of generated calls: protobuf. Before a message is decoded, [`Request`] examines it, and the call's [`Scope`]
-//! reserves its memory until the call is answered.
+//! The codec of generated calls: protobuf. Before a message is decoded, [`Request`] examines it, and the call's
+//! [`Scope`] reserves its memory until the call is answered.
 
 use std::{
     marker::PhantomData,

@@ -63,7 +63,7 @@ pub fn channel(address: &str) -> Option<Channel> {
         let (answer, mut over) = ((server.carry)(request), over(server.running.subscribe()));
         Box::pin(async move {
             tokio::select! {
-                // A server's end aborts its tasks, and what they leave behind is no answer.
+                // The end of a server aborts its tasks, whose last output is no answer.
                 biased;
                 () = &mut over => Ok(ended().into_http()),
                 answer = answer => Ok(answer?.map(|body| Body::new(Ending { body, over: Some(over) }))),

@@ -41,7 +41,7 @@ pub struct Packet<M> {
 }
 
 /// An end of a link, created inside a tokio runtime. The socket is SEQPACKET, since a stream does not keep packets
-/// apart. tokio's `UnixStream` serves here as the type of any Unix socket.
+/// apart. Its type is `UnixStream`, which tokio lets stand for any Unix socket.
 pub struct Socket(UnixStream);
 
 /// Listener for links.

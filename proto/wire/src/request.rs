@@ -1,7 +1,7 @@
 //! Requests before they are decoded: their memory, and fields that this server does not know.
 //!
-//! An empty element of a list takes 2 bytes on the wire and up to 120 decoded: 16 MiB become a GiB. prost drops
-//! unknown fields, so a newer client's request would be taken for another one.
+//! An empty element of a list takes 2 bytes on the wire and up to 120 decoded. So 16 MiB become a GiB. Decoding drops
+//! unknown fields, so a newer client's request would be taken for another request.
 
 use std::{collections::BTreeMap, sync::LazyLock};
 

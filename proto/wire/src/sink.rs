@@ -28,7 +28,7 @@ pub trait Sink: Send {
     /// Takes bytes from the front: all of them, unless the sink stalls.
     fn put(&mut self, bytes: &mut Bytes);
 
-    /// Reads payload to its place with one call of `read`: at most `most` bytes, and at most the number in
+    /// Reads payload to its place with one call of `read`. The bytes are at most `most`, and at most the number of
     /// [`Mode::Direct`].
     fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize>;
 }

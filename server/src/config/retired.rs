@@ -1,5 +1,5 @@
-//! Names of settings that do not exist: mistyped ones, with the nearest that does, and those of earlier releases, with
-//! their replacement.
+//! Errors about names of settings. A mistyped name gets the nearest existing one, and a name of an earlier release its
+//! replacement.
 //!
 //! Flag, key and variable of one retired setting share its row. A row stays for one release.
 

@@ -146,7 +146,7 @@ const SHOWN: usize = 80;
 /// Names by which the HTTP address may be asked for. A page of the internet can have its own name resolve to this
 /// address (DNS rebinding). Its script could then read the pages in a user's browser.
 ///
-/// Names beside IP addresses, which no browser resolves, and names without a dot, which no public domain has.
+/// IP addresses and names without a dot are allowed too: neither is the name of a public domain.
 struct Hosts(Vec<String>);
 
 impl Hosts {

@@ -343,7 +343,8 @@ fn checkpoints(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     )
 }
 
-/// Writes the samples of drives: requests, latencies, requests in flight, and shards taken from DRAM instead of a drive.
+/// Writes the samples of drives: requests, latencies, requests in flight, and shards taken from DRAM instead of a
+/// drive.
 fn drives(families: &mut Families<'_>, services: &Services, jobs: &[Seen]) -> fmt::Result {
     let mut counted: Vec<(Labels, Operation, Counted)> = Vec::new();
     for (folder, operations) in services.drives.counted() {

@@ -29,7 +29,8 @@ impl Seen {
         vec![("job", self.name().to_string())]
     }
 
-    /// Names the ranks that the next step waits for, killed ones included. Empty if no rank has joined or all have left.
+    /// Names the ranks that the next step waits for, killed ones included. Empty if no rank has joined or all have
+    /// left.
     pub(super) fn waiting_for(&self) -> String {
         let is_awaited = |standing: &&str| ["joined", "not connected"].contains(standing);
         let awaits = self.standings.iter().any(is_awaited);

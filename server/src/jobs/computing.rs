@@ -1,5 +1,5 @@
-//! Performs a job's works, one at a time: on its compute thread, or at once on the calling thread where the job is
-//! small.
+//! Performs a job's works, one at a time, on the job's compute thread. Works of a small job run at once on the calling
+//! thread.
 
 use std::{
     collections::VecDeque,
@@ -129,7 +129,7 @@ impl Turn {
     }
 }
 
-/// Runs works. Whoever waits for the work of a thread that has panicked gets the job's failure.
+/// Runs works. A panic becomes the job's failure, which ends all waits for the works.
 fn fail_if_panics(job: &Job, body: impl FnOnce() -> Result<(), Fault>) {
     let ended = catch_unwind(AssertUnwindSafe(body));
     if let Err(panic) = ended {

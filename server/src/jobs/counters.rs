@@ -1,5 +1,5 @@
-//! Counters of a job for status, page and metrics, since the job was opened here: busy time of its compute thread,
-//! payload bytes, pace of steps, and the last checkpoint.
+//! Counters of a job for status, page and metrics, since the job was opened here. Counted are the busy time of its
+//! compute thread, payload bytes, the pace of steps, and the last checkpoint.
 
 use std::{
     sync::{
@@ -13,7 +13,8 @@ use longshore_engine::step::Work;
 use longshore_proto::{Fault, FaultKind, Rank, Version};
 use longshore_wire::v1;
 
-/// Busy time of the compute thread by kind of work, and the length of its queue. Two clock reads cost 50 ns, and a work takes milliseconds.
+/// Busy time of the compute thread by kind of work, and the length of its queue. Two clock reads cost 50 ns, and a
+/// work takes milliseconds.
 #[derive(Default)]
 pub(crate) struct Busy {
     sums: AtomicU64,
@@ -66,8 +67,8 @@ impl Busy {
 
 /// Transports of payloads.
 const TRANSPORTS: [&str; 4] = ["tcp", "tls", "unix", "memfd"];
-/// Ranks counted separately, which have samples of their own. In a larger job the counts by state show a missing rank, and
-/// `longshore status` names it.
+/// Ranks counted separately, which have samples of their own. In a larger job the counts by state show a missing
+/// rank, and `longshore status` names it.
 pub(crate) const RANKS: usize = 64;
 
 type Counts = [AtomicU64; TRANSPORTS.len()];

@@ -142,7 +142,7 @@ impl Jobs {
                     if there {
                         return kept.map(|()| handle);
                     }
-                    // A drive that fails shows again as the job is opened.
+                    // A failed drive is reported when the job is opened again.
                     self.put_away(handle).await
                 }
                 Err(fault) => self.stored(name.as_str()).ok_or(fault)?,
@@ -186,8 +186,8 @@ impl Jobs {
     }
 }
 
-/// Refuses a step back by a caller that has not fenced, while rank 0 trains: its next commit would be of a step that
-/// others took back.
+/// Refuses a step back by a caller that has not fenced, while rank 0 trains. Rank 0's next commit would follow a step
+/// that other servers took back.
 fn check_not_led(handle: &JobHandle, incarnation: Incarnation) -> Result<(), Fault> {
     let current = handle.job.protocol.ranks().first().and_then(|rank| rank.incarnation);
     match current.filter(|&current| current < incarnation && handle.processes.is_watching(Rank(0), current)) {

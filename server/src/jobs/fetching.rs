@@ -1,5 +1,5 @@
-//! Fetches of shards that other servers hand over to this one. A job has one task for it, which ends once nothing is
-//! awaited; the next decision that brings shards starts another.
+//! Fetches of shards that other servers hand over to this one. A task of the job fetches them, and ends once no shard
+//! is awaited. The next decision that brings shards starts another task.
 
 use std::{
     collections::BTreeMap,
@@ -245,8 +245,8 @@ impl JobHandle {
         Ok(Received { bytes: bytes as u64, has_older, held_since })
     }
 
-    /// Tells the owner, whose updates wait for it, that a new replica has a shard's state. Repeats that until the owner
-    /// answers, or is no server of the job any more: other shards wait behind this one.
+    /// Tells the owner that a new replica has a shard's state: the owner's updates wait for that. Repeats the call
+    /// until the owner answers, or has left the job. Other shards wait meanwhile.
     async fn say_arrived(
         &self,
         client: &mut TensorsClient<Channel>,

@@ -74,14 +74,15 @@ impl JobHandle {
         self.job.protocol.notify();
     }
 
-    /// Forgets the words on lost servers that a decision has taken out of the job: their addresses may come back.
+    /// Forgets an operator's words on lost servers that have left the job. Their addresses may be used again.
     pub(crate) fn forget_losses(&self) {
         let mut known = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
         known.forget_losses(&self.job.placement());
         self.perform(self.job.lose(known.lost.clone()));
     }
 
-    /// Takes the address at which a server of the job answers now. Shards are fetched from there, and the wish names it so.
+    /// Takes the address at which a server of the job answers now. Shards are fetched from there, and the wish names
+    /// it so.
     pub(crate) fn readdress(&self, server: ServerId, address: &str) {
         let Some(before) = self.job.readdress(server, address) else { return };
         tracing::info!(job = %self.job.spec().name, %server, before, address, "a server of the job has another address");

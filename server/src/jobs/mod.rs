@@ -1,4 +1,5 @@
-//! The jobs of this server: opened by workers, recovered from state directories, deleted.
+//! The jobs of this server: opened by workers, recovered from state directories, deleted. All gRPC calls and the thread
+//! `recover` use them. Acts that touch memory or files run on blocking threads.
 
 mod computing;
 mod counters;
@@ -268,7 +269,7 @@ impl Jobs {
         }
     }
 
-    /// Refuses a job that this server has left: a trainer with the servers of old would begin it anew.
+    /// Refuses a job that this server has left. A trainer that still names this server would begin it anew.
     fn check_not_moved(&self, name: &JobName) -> Result<(), Fault> {
         let moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(servers) = moved.get(name) else { return Ok(()) };
@@ -299,8 +300,8 @@ impl Jobs {
         Ok(())
     }
 
-    /// Ends the job here in an hour, unless this server has a part in it by then. A server has none once the job has left
-    /// it, and until a rank 0 or a restore gives it one.
+    /// Ends the job here in an hour, unless this server has a part in it by then. A server has no part in a job that
+    /// has left it, nor before a rank 0 or a restore gives it one.
     pub(crate) fn end_unused(self: &Arc<Self>, handle: &Arc<JobHandle>) {
         /// Servers that are opened for one wish differ in the time that they take for it: a terabyte takes minutes.
         const UNUSED: Duration = Duration::from_secs(3600);
@@ -352,7 +353,7 @@ impl Jobs {
 
     /// Returns the job of this name, created if absent. Waits while another call opens it. True: created.
     /// `is_new` says that the server is no part of the job yet. A job that owns no shard here, or has left this server,
-    /// then begins anew. `incarnation` is that of rank 0's process, which fences earlier ones; 0 for other callers.
+    /// then begins anew. `incarnation` names rank 0's process, which fences earlier ones. For other callers it is 0.
     pub(crate) async fn open(
         self: Arc<Self>,
         wanted: StoredJob,
@@ -401,7 +402,7 @@ impl Jobs {
             }
             let kept = self.kept(&wanted.spec.name)?;
             let epoch = wanted.placement.epoch;
-            // Ranks name the newest placement. State is kept under the one that the server was opened with.
+            // Ranks name the newest placement. Stored state has the placement that the server was opened with.
             let placement = match &kept {
                 Some(kept) if wanted.placement.epoch > kept.placement.epoch => kept.placement.clone(),
                 _ => wanted.placement,
@@ -449,7 +450,7 @@ impl Jobs {
         Ok((false, handle))
     }
 
-    /// Names the call that takes a job to the servers that its trainer names.
+    /// Adds to a fault the command that moves a job to the servers that its trainer names.
     fn way_to(&self, wanted: &Placement, job: &Job, differs: Fault) -> Fault {
         let placement = job.placement();
         let [ours, theirs] = [&placement, wanted].map(|of| of.addresses().collect::<Vec<_>>().join(","));
@@ -533,7 +534,7 @@ impl Jobs {
         }
     }
 
-    /// Returns the fault for opening a different job under the name of a stored one that is not open.
+    /// Returns the fault for opening a different job under the name of a stored job that is not open.
     fn kept_otherwise(&self, differs: Fault, name: &JobName) -> Fault {
         let why = match self.lock().get(name) {
             Some(JobEntry::Away(away)) => away.fault.to_string(),
@@ -554,8 +555,8 @@ fn unreadable(name: &JobName, fault: &Fault) -> Fault {
     Fault::new(FaultKind::Precondition, "job", value, "readable", remedy)
 }
 
-/// The spec that a server compares with its own. A job whose servers have changed may be in another tier than its ranks are
-/// started with.
+/// The spec that a server compares with its own. A job whose servers have changed may be in another tier than its
+/// ranks are started with.
 fn as_kept(wanted: JobSpec, ours: &JobSpec, epoch: Epoch) -> JobSpec {
     let tier = if epoch > Epoch(1) { ours.tier } else { wanted.tier };
     JobSpec { tier, ..wanted }

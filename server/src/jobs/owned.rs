@@ -51,7 +51,7 @@ impl Jobs {
         let mut admitted = self.admitted.lock().unwrap_or_else(PoisonError::into_inner);
         let mut has = self.usages().remove(owner).unwrap_or_default();
         let open = |name| self.lock().get(name).filter(|entry| entry.is_open()).map(JobEntry::usage);
-        // `usages` has a part of the bytes that an open job was admitted for.
+        // `usages` counts a part of the bytes that an open job was admitted for.
         for (name, (_, usage)) in admitted.iter().filter(|(_, (of, _))| of == owner) {
             has += usage.beyond(open(name).unwrap_or_default());
         }

@@ -8,8 +8,8 @@ use std::{
 use longshore_proto::{Incarnation, Rank, limits::CONNECTIONS_PER_RANK};
 use longshore_wire::direct::{Account, Connection};
 
-/// Seats of a job's ranks, each taken by a connection until it ends or the job is closed. Admission has counted the memory
-/// of so many connections, and no more are a rank's.
+/// Seats of a job's ranks, each taken by a connection until it ends or the job is closed. Admission has counted the
+/// memory of as many connections as there are seats.
 pub(crate) struct Seats(Mutex<Taken>);
 
 struct Taken {
@@ -55,9 +55,9 @@ impl Seats {
     }
 }
 
-/// Live processes of ranks: those with an open Watch, or with a connection on which they joined or pushed. Waits for a
-/// rank ask for its Watch, since an evaluating process sends nothing for minutes. A dead process never sends anything
-/// again.
+/// Live processes of ranks: those with an open Watch, or with a connection on which they joined or pushed. Waits for
+/// a rank look at its Watch, since a process that evaluates sends nothing for minutes. A dead process never sends
+/// anything again.
 #[derive(Default)]
 pub(crate) struct Processes(Mutex<Known>);
 

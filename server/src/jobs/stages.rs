@@ -38,8 +38,7 @@ impl StepStage {
     }
 }
 
-/// Steps tracked at once. A delayed job receives one step, decides the previous, and sends the weights of the one
-/// before that.
+/// Steps tracked at once. A delayed job receives step t, decides step t - 1, and sends the weights of version t - 2.
 const WATCHED: usize = 4;
 
 /// Total time of each stage since the job was opened here. Each chunk or slice, mostly 1 MiB, pays one clock read and

@@ -1,4 +1,5 @@
-//! Turns of calls that open, reopen or delete one job, or use its checkpoints. Calls on other jobs do not wait, and waiting takes no thread.
+//! Turns of calls that open, reopen or delete one job, or use its checkpoints. Calls on other jobs do not wait, and
+//! waiting takes no thread.
 
 use std::{
     collections::BTreeMap,

@@ -1,10 +1,10 @@
 //! A drain, started by SIGTERM, SIGINT or Admin.Drain. Its steps run on the network runtime, in this order:
 //!
-//! 1. report NOT_SERVING
-//! 2. accept contributions to the current step alone
-//! 3. wait until that step is decided and updated
-//! 4. write checkpoints if configured
-//! 5. stop serving
+//! 1. Report NOT_SERVING.
+//! 2. Accept contributions to the current step alone.
+//! 3. Wait until that step is decided and updated.
+//! 4. Write checkpoints if configured.
+//! 5. Stop serving.
 //!
 //! All jobs begin step 2 before any is waited for, and share one deadline. So many jobs drain in the time of one.
 
@@ -57,7 +57,7 @@ impl Server {
         if !self.config.checkpoint_on_drain {
             return written;
         }
-        // The deadline bounds waits for unfinished updates. A job without any waits for nothing, however late it is.
+        // The deadline bounds waits for unfinished updates. A job without them is written even later.
         let deadline = std::time::Instant::now() + self.config.drain_deadline;
         for handle in handles {
             if let Err(fault) = self.checkpoint(handle, deadline).await {
@@ -89,8 +89,8 @@ impl Server {
     }
 }
 
-/// Writes this server's part of a checkpoint. If another state has taken the name, as after a step back, writes under
-/// the first free of name.2, name.3, ... Servers that share a folder find the same names taken.
+/// Writes this server's part of a checkpoint. After a step back another state may have taken the name. The part then
+/// gets the first free of name.2, name.3 and so on. Servers that share a folder find the same names taken.
 fn write_part(store: &Store, job: &Arc<Job>, deadline: std::time::Instant) -> Result<(String, Part), Fault> {
     let version = job.progress().version;
     let name = format!("drain-{:08}", version.0);
@@ -105,8 +105,8 @@ fn write_part(store: &Store, job: &Arc<Job>, deadline: std::time::Instant) -> Re
     }
 }
 
-/// Waits for the current step, at most until the deadline. A job without connections of ranks keeps its unfinished
-/// step at once, since nobody finishes it.
+/// Waits for the current step, at most until the deadline. A job without connections of ranks is not waited for: its
+/// step stays unfinished.
 async fn finish(handle: &Arc<JobHandle>, last: Version, deadline: Instant) {
     let done = || {
         let progress = handle.job.progress();

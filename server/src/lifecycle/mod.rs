@@ -90,7 +90,7 @@ impl Server {
         self.address.unwrap_or_else(|| ([0, 0, 0, 0], 0).into())
     }
 
-    /// Returns the address for `--servers`: that of TCP, or else the Unix socket.
+    /// Returns the address for `--servers`: the TCP address, or else the Unix socket.
     pub fn shown(&self) -> String {
         shown(self.address, &self.config)
     }

@@ -212,7 +212,7 @@ impl Services {
                 "name the servers to train on",
             ));
         }
-        // A server that a decision has taken out of the job since the caller looked is named for nothing.
+        // A lost server may have left the job since the caller looked. Its number is then ignored.
         let placement = handle.job.placement();
         let addresses = |lost: &[ServerId]| {
             let named = lost.iter().filter_map(|server| placement.servers.get(server.0 as usize)).cloned();

@@ -112,7 +112,7 @@ impl Services {
             let unsealed = parts.iter().map(|(name, part)| unsealed(name.clone(), part));
             Ok(v1::ListCheckpointsResponse { checkpoints, unsealed: unsealed.collect::<Result<_, Fault>>()? })
         };
-        // Without room the list is not kept for a wait: it may be asked for again.
+        // Without room the call is refused at once, and may be made again.
         room.make(Instant::now(), answer).await
     }
 }

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::jobs::{Hashes, JobHandle};
 
-/// Bytes of a description beside its lists, and of each rank and step in it: what a stock client must have room for.
+/// Bytes of a description beside its lists, and of each rank and step in it. A stock client must have room for them.
 const BESIDE_BYTES: usize = 64 * 1024;
 const RANK_BYTES: usize = 64;
 const STEP_BYTES: usize = 160;

@@ -29,7 +29,7 @@ use crate::jobs::JobHandle;
 
 /// Messages built ahead of the network: 4 MiB for each export.
 const MESSAGES_AHEAD: usize = 4;
-/// Memory of those, of the one being built and of two that are encoded.
+/// Memory of those messages, of the message being built and of two encoded ones.
 const EXPORT_BYTES: usize = (MESSAGES_AHEAD + 3) * CHUNK_BYTES;
 /// Longest wait for a reader to take one message. Training does not wait for the reader, but the copies for it stay in
 /// memory.

@@ -1,4 +1,5 @@
-//! The gRPC services: messages in, domain calls, messages out. Decisions are left to the engine.
+//! The gRPC services: messages in, domain calls, messages out. Decisions are left to the engine. Calls run on the
+//! network runtime, and hand work on files or much memory to blocking threads.
 
 mod admin;
 mod checkpoint;

@@ -265,7 +265,7 @@ impl Pull {
         self.once_ready(slice, || if waits { tokio::task::block_in_place(read) } else { read() }).await
     }
 
-    /// Reserves room for a copied payload, once the payload can be read: the wait for a version may take a day.
+    /// Reserves room for a copied payload once the payload can be read. The wait for a version may take a day.
     async fn room_for(&self, slice: Slice) -> Result<Held, Fault> {
         self.once_ready(slice, || self.handle.job.has_image(&slice, self.version)).await?;
         let bytes = slice.elements * self.dtype.bytes();

@@ -4,8 +4,8 @@
 //! from the socket straight into its slot. Without a mark the payload is copied there from HTTP/2's frames.
 //!
 //! The stream is not read further while that slot is busy: HTTP/2 flow control holds a fast rank back. Beside the
-//! slots the server buffers only the HTTP/2 window. Over a link the payload is used in the worker's memory, or is
-//! copied from there once its slot is free.
+//! slots the server buffers only the HTTP/2 window. A payload of a link is lent from the worker's memory, or copied
+//! from there once its slot is free.
 
 mod place;
 mod receiving;

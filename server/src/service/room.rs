@@ -82,8 +82,8 @@ impl Room {
         }
     }
 
-    /// Builds an answer of up to `bytes` encoded bytes that waits for a drive: once, in room that is reserved first, and
-    /// away from network threads.
+    /// Builds an answer that waits for a drive, away from network threads. Room for `bytes` encoded bytes is reserved
+    /// first, so the answer is built once.
     pub(super) async fn make_blocking<T: Message + 'static>(
         &self,
         bytes: usize,
@@ -113,7 +113,8 @@ impl<T> Kept<T> {
     }
 }
 
-/// A stream of answers. The room of one is released as the next one is asked for: by then the reader takes bytes.
+/// A stream of answers. The room of an answer is released as the next answer is asked for: by then the reader takes
+/// bytes.
 pub(crate) struct Answers<T> {
     receiver: mpsc::Receiver<Result<Kept<T>, Status>>,
     last: Option<Held>,

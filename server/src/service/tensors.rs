@@ -1,5 +1,5 @@
-//! The data plane's calls: Push and Pull below the codec, each in its own module, and Upload of initial weights and
-//! optimizer state through generated code.
+//! The data plane's calls. Push and Pull work below the codec, each in its own module. Fetch, and Upload of initial
+//! weights and optimizer state, use generated code.
 
 use std::{
     convert::Infallible,

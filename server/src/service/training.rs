@@ -30,7 +30,7 @@ use crate::jobs::{Decided, JobHandle};
 /// Longest wait for the checkpoint folder while a job is opened. A restarting file server is silent for some seconds,
 /// and workers wait 60 s for a job to open.
 const FOLDER_PATIENCE: Duration = Duration::from_secs(10);
-/// Longest wait of a Join for rank 0 to say another number of ranks.
+/// Longest wait of a Join for rank 0 to announce another world size.
 const RANK_0_PATIENCE: Duration = Duration::from_secs(2);
 
 #[tonic::async_trait]
@@ -213,8 +213,8 @@ impl Services {
         let world_size = Some(request.world_size).filter(|&world_size| world_size != 0);
         let join = || {
             // A step may be decided before this call is answered, above all during a wait for a drive. The answer
-            // must still name the version at the join. With the newer version, a server that lost that step would
-            // wait in vain: the rank has no gradient of it.
+            // must still name the version at the join. The rank has no gradient of that step, and a server that lost
+            // it would wait in vain.
             let progress = handle.job.progress();
             let joined = handle.job.join(rank, incarnation, world_size)?;
             Ok(joined.then(|| Progress { world_size: handle.job.progress().world_size, ..progress }))
@@ -318,7 +318,8 @@ impl Services {
             let joined = Joined {
                 incarnation: wire::incarnation_from_wire(member.incarnation)?,
                 at: Version(member.joined_at),
-                // Other ranks join this server later. The answer that names them may tell of a process that has only fenced.
+                // Other ranks join this server later. The answer that names them may tell of a process that has only
+                // fenced.
                 fence_only: member.rank != 0,
                 world_size,
             };

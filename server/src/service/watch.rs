@@ -27,7 +27,8 @@ struct Told {
     wanted: u64,
 }
 
-/// Starts a stream of events. `is_rank`: the caller may be the rank that it names, whose presence the stream then is.
+/// Starts a stream of events. `is_rank`: the caller may be the rank that it names. The open stream then shows that the
+/// rank's process lives.
 pub(super) fn stream(
     services: &Services,
     request: &v1::WatchRequest,
@@ -53,7 +54,7 @@ pub(super) fn stream(
             };
             let (news, mut failed) = news.map_or_else(|fault| (Vec::new(), Some(fault)), |news| (news, None));
             for news in news {
-                // A commit may hold a MiB of the trainer's state, so only the one to be sent is copied.
+                // A commit may hold a MiB of the trainer's state, so each is copied only when it is sent.
                 let event = room.make(default_deadline(), || news.event(&handle));
                 let event = tokio::select! {
                     event = event => event,

@@ -123,7 +123,7 @@ impl Caller {
         self.permit_for(OPERATE, "Scale with servers")
     }
 
-    /// Checks the call's further right, before the call has an effect: a refused one has none.
+    /// Checks a further right of the call, before the call has an effect. A refused call then counts as not permitted.
     fn permit_for(&self, roles: &[Role], call: &str) -> Result<(), Fault> {
         let Who::Listed { register, credential } = &self.0.who else { return Ok(()) };
         let known = register.now();

@@ -108,8 +108,9 @@ impl Accept for Handshakes {
     }
 }
 
-/// Answers unencrypted HTTP/2 by its own error, since such a client cannot read TLS alerts. Returns the error for the log. Then reads until the peer hangs up, for at most 2 s.
-/// Closing a socket with unread bytes would discard the sent error.
+/// Answers unencrypted HTTP/2 by its own error, since such a client cannot read TLS alerts. Returns the error for the
+/// log. Then reads until the peer hangs up, for at most 2 s. Closing a socket with unread bytes would discard the
+/// sent error.
 async fn turn_away(mut socket: TcpStream) -> io::Error {
     let said = async {
         socket.write_all(&SETTINGS).await?;

@@ -82,7 +82,7 @@ pub(super) struct Identity {
 /// Proof of identity that a caller has shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Credential {
-    /// The identity is that of the certificate's name.
+    /// The certificate's name is the identity's.
     Certificate(Arc<Certificate>),
     /// Hash of a token.
     Token(Sha256),

@@ -1,6 +1,6 @@
-//! Feeds any bytes to a connection, in any pieces, with any sink. The connection ends, and invents no bytes. Where no
-//! stream is tapped, h2 gets all bytes. The connection is cut off only where frames have a wrong size, headers do not
-//! end, or a window is ignored.
+//! Feeds any bytes to a connection, in any pieces, with any sink. The connection ends, and invents no bytes. Without
+//! a tapped stream h2 gets all bytes. The connection is cut off only for frames of a wrong size, endless headers, or
+//! bytes beyond the window.
 
 #![no_main]
 
@@ -142,7 +142,7 @@ fuzz_target!(|input: (bool, u8, Vec<u8>, Vec<u8>, &[u8])| {
     let (marked, drop_at, cuts, modes, rest) = input;
     let mark = Mark::of_request();
     let incoming = connection(marked.then_some(mark), rest);
-    // Other streams may begin with marks that nobody claims.
+    // Other streams may begin with marks that are never claimed.
     let begun = marked || rest.windows(8).any(|bytes| bytes == b"ls-push\0");
     let taps = Taps::default();
     let script = Script { incoming: incoming.clone(), at: Mutex::new((0, Cuts(cuts.clone(), 0))) };
@@ -175,7 +175,7 @@ fuzz_target!(|input: (bool, u8, Vec<u8>, Vec<u8>, &[u8])| {
             Some(claim)
         });
         if drop_at > 0 && turn > usize::from(drop_at) {
-            // Nobody wants what still comes.
+            // Further bytes have no sink.
             drop(claim.take());
         }
         let stalled = sink.clone().mode() == Mode::Stalled;

@@ -1,4 +1,5 @@
-//! Any bytes in any pieces: the parser of Push and Pull gives what prost gives for whole messages, or an error.
+//! Feeds any bytes in any pieces to the parser of Push and Pull. The parser returns the messages that prost decodes,
+//! or an error.
 
 #![no_main]
 

@@ -1,5 +1,4 @@
-//! Sends what a hostile process at the other end of a link could send: any packets with any descriptors, then any
-//! places.
+//! Plays a hostile process at the other end of a link: any packets with any descriptors, then any places.
 
 #![no_main]
 

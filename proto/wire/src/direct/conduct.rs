@@ -1,7 +1,7 @@
 //! Rules for a peer's frames: valid sizes, bounded headers, few useless frames, and no bytes beyond the window.
 //!
-//! h2 checks some of this for the frames it sees. h2 misses tapped streams, holds headers of megabytes and answers any
-//! number of pings. A frame of the wrong size is a PROTOCOL_ERROR to h2.
+//! The crate h2 checks some of these rules, for the frames that it sees. But it misses tapped streams, holds headers
+//! of megabytes and answers any number of pings. A frame of the wrong size is a PROTOCOL_ERROR to h2.
 
 use std::time::Instant;
 
@@ -18,8 +18,8 @@ const FIRST_WINDOW_BYTES: i64 = 65_535;
 const USELESS_BYTES: u64 = 1024;
 /// Cost of a call for which [`Guest::is_to_pay`] is true.
 pub(super) const CALL_BYTES: u64 = 8 * USELESS_BYTES;
-/// Cost of a reset. At half of it an address could send 512 a second, and concurrent training took up to 1.13 times as
-/// long.
+/// Cost of a reset, which allows an address 256 resets a second. With 512 a second, concurrent training took up to 1.13
+/// times as long.
 const RESET_BYTES: u64 = 16 * USELESS_BYTES;
 const SPARE_BYTES: u64 = 20 * 1024 * 1024;
 /// 64 frames; gRPC sends about ten when it begins.

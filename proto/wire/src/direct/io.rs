@@ -254,8 +254,8 @@ impl<S: Socket> Direct<S> {
         }
     }
 
-    /// Before the first write after a flush, gives other tasks of this thread their turn once. Their frames join that
-    /// write: h2 flushes a call's headers before its message is queued, and each write wakes the peer.
+    /// Before the first write after a flush, gives other tasks of this thread their turn once. Their frames then join
+    /// that write. Otherwise h2 flushes a call's headers before its message is queued, and each write wakes the peer.
     fn poll_gathered(&mut self, context: &mut Context<'_>) -> Poll<()> {
         if mem::replace(&mut self.is_gathered, true) {
             return Poll::Ready(());

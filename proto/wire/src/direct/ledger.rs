@@ -1,4 +1,5 @@
-//! Bytes that peers make a server hold: one bounded sum over all connections, with a share of each identity or address.
+//! Bytes that peers make a server hold. Their sum over all connections is bounded, and so is the share of each identity
+//! or address.
 //!
 //! Bytes are reserved before they are held, and released by drop. A rank's connection has [`RANK_SHARE_BYTES`] of its
 //! own, which admission of its job has counted. All other bytes come out of the shared room.
@@ -45,7 +46,7 @@ pub(super) struct Ledger {
 struct Room {
     held: AtomicUsize,
     freed: Notify,
-    /// Held by the one waiter that looks for room. Without turns, 4096 looking calls took a core.
+    /// Held by the waiter that looks for room. Without turns, 4096 looking calls took a core.
     turn: Turn<()>,
 }
 

@@ -1,7 +1,7 @@
-//! Payload that bypasses h2 on the way out. h2 gets blanks of the same length, and frames and counts them; at the
-//! socket the payload replaces the blanks.
+//! Payload that bypasses h2 on the way out. The crate h2 gets blanks of the same length, and frames and counts them. At
+//! the socket the payload replaces the blanks.
 //!
-//! h2 copies at least a part of its payloads, and memory that another thread may overwrite cannot be copied: see
+//! Payloads of h2 are copied at least in part. Memory that another thread may overwrite cannot be copied: see
 //! [`SharedBytes`]. Blanks are found by their position in the stream, since h2 cuts and copies them freely.
 
 use std::{
@@ -25,8 +25,8 @@ use crate::mark::{Mark, Piece};
 /// The blanks that h2 sends. No thread writes them, and h2 reads only the few bytes that it copies.
 static BLANK: [u8; CHUNK_BYTES] = [0; CHUNK_BYTES];
 
-/// Waiting payloads of one stream, by their position among the bytes of its DATA frames. The call's task fills it, and the
-/// connection's task drains it.
+/// Waiting payloads of one stream, by their position among the bytes of its DATA frames. The call's task fills it,
+/// and the connection's task drains it.
 #[derive(Default)]
 pub(super) struct Outlet(Mutex<VecDeque<(Range<u64>, SharedBytes)>>);
 
@@ -36,7 +36,8 @@ impl Outlet {
         lock(&self.0).push_back((range, payload));
     }
 
-    /// Returns the length of the uniform run at `at`, up to `most` bytes, and the payload that replaces it, if any.
+    /// Returns a run of bytes from `at` on, at most `most`, with one source: a payload, or h2. The result is the run's
+    /// length, and its payload if it has one.
     fn find(&self, at: u64, most: usize) -> (usize, Option<SharedBytes>) {
         let held = lock(&self.0);
         let end = at + most as u64;

@@ -40,14 +40,14 @@ pub struct Certificate {
 
 /// A byte stream below [`Direct`](super::Direct): TCP, a Unix socket, or a wrapper of either.
 ///
-/// For a wrapper such as TLS ([`Secured`](crate::tls::Secured)) the provided methods are correct: they read through
+/// The provided methods suit a wrapper such as TLS ([`Secured`](crate::tls::Secured)). Their reads go through
 /// [`AsyncRead`] straight to the payload's place. A wrapper should forward [`Socket::size_buffers`] to the socket
-/// below. [`AsyncWrite::is_write_vectored`] should return true if one call takes several slices. Each message is a
+/// below. [`AsyncWrite::is_write_vectored`] should return true if one call takes several slices: each message is a
 /// small head and a large payload.
 pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {
-    /// Reads available bytes into the first place, then into the next, and returns their number: 0 at the end of the
-    /// stream. `Pending` means that no byte was taken, and the task wakes once bytes are there. A stream that can fill
-    /// only one place leaves the others unchanged.
+    /// Reads available bytes into the first place, then into the next. Returns their number, which is 0 at the end of
+    /// the stream. `Pending` means that no byte was taken, and the task wakes once bytes are there. A stream that can
+    /// fill only one place leaves the others unchanged.
     fn poll_read_into(
         &mut self,
         context: &mut Context<'_>,

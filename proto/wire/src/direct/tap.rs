@@ -18,8 +18,7 @@ use crate::{
     sink::{Mode, Read, Sink},
 };
 
-/// Size of the pieces in which kept bytes are gathered, so that many small frames take no more memory than large
-/// ones.
+/// Size of the pieces in which kept bytes are gathered. So small frames take no more memory than large ones.
 const PIECE_BYTES: usize = 64 * 1024;
 
 /// Signal from a call's task to the connection's.

@@ -37,8 +37,8 @@ pub fn encode_with<M: Frame>(head: &M, payload: Bytes) -> Piece {
     Piece { head: bytes.freeze(), payload }
 }
 
-/// Largest block whose release raises glibc's thresholds. glibc maps requests above a threshold one by one and trims
-/// its heaps above twice that. Freeing a mapped block raises the threshold to its size, up to 32 MiB.
+/// Largest block whose release raises glibc's thresholds. Larger requests than a threshold are mapped one by one, and
+/// heaps are trimmed above twice the threshold. Freeing a mapped block raises the threshold to its size, up to 32 MiB.
 const LARGEST_RAISED_BYTES: usize = 31 * 1024 * 1024;
 
 /// Raises glibc's thresholds; each process that moves chunks calls this once. HTTP/2 reads each DATA frame into

@@ -264,8 +264,8 @@ const FIXED64: u64 = 1;
 const LENGTH: u64 = 2;
 const FIXED32: u64 = 5;
 
-/// Finds where a payload begins, by a minimal scan of fields from `from`, where a field begins. Unusual encodings are left
-/// to prost, on the whole message.
+/// Finds where a payload begins, by a minimal scan of fields from `from`, where a field begins. Unusual encodings are
+/// left to prost, on the whole message.
 fn find_payload(head: &[u8], mut from: usize, payload: Option<u32>) -> Found {
     loop {
         let more = Found::More { from };

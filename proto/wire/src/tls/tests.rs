@@ -1,4 +1,4 @@
-//! TLS over TCP with clients that do not speak as ours, with certificates from temporary folders.
+//! TLS over TCP with clients unlike Longshore's, and certificates from temporary folders.
 
 use std::{fs, io, path::Path, sync::Arc};
 

@@ -88,7 +88,8 @@ impl Sink for Receiving {
     fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize> {
         match &mut self.chunk {
             Some((_, Ok(Destination::Slot(_, writing)))) => writing.read_from(most, read),
-            // The chunk has lost its slot since its mode was asked for. Reading nothing would say that the peer hung up.
+            // The chunk has lost its slot since its mode was asked for. Reading nothing would say that the peer hung
+            // up.
             _ => read(&mut [0; 4096][..most.min(4096)]),
         }
     }

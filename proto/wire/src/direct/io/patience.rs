@@ -45,7 +45,7 @@ impl<S: Socket> Direct<S> {
         self.guest.as_ref().is_some_and(|guest| !guest.standing.account.is_vouched())
     }
 
-    /// Ends a silent connection, or one that the server wants to end. Suspends a connection without room.
+    /// Ends a silent connection, and a connection that the server wants to end. Suspends a connection without room.
     pub(super) fn poll_patience(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let unfinished = self.unfinished();
         let Some(guest) = &mut self.guest else { return Poll::Ready(Ok(())) };

@@ -1,5 +1,5 @@
-//! Arbitrary frames, with arbitrary cuts of reads and writes: the bytes that h2 and the sinks get, and the windows
-//! returned.
+//! Arbitrary frames, with arbitrary cuts of reads and writes. Checked are the bytes that h2 and the sinks get, and the
+//! windows returned.
 
 use std::{collections::VecDeque, io::Read as _, task::Waker};
 
@@ -196,7 +196,7 @@ struct Expected {
     ended: [bool; 2],
 }
 
-/// Streams 1 and 3 are tapped, and stream 5 is not. `marks` are those of incoming requests. None: the requests have
+/// Streams 1 and 3 are tapped, and stream 5 is not. `marks` has the marks of incoming requests. None: the requests have
 /// gone out.
 fn expected(frames: &[Sent], marks: Option<[Mark; 2]>) -> Expected {
     let mut expected = Expected::default();
