@@ -5,7 +5,7 @@ use std::{
     collections::{HashMap, HashSet},
     convert::Infallible,
     net::IpAddr,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Mutex, Weak},
     time::{Duration, Instant, SystemTime},
 };
 
@@ -15,7 +15,7 @@ use longshore_proto::limits::{
 use longshore_wire::direct::{Bounds, Direct, Kept, Owner, Socket, Standing, network};
 use rustix::process::geteuid;
 
-use crate::{jobs::Jobs, log::Seldom, trust::Register};
+use crate::{jobs::Jobs, lock::lock, log::Seldom, trust::Register};
 
 /// Origin of a connection. The origin with the most connections loses some first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -131,9 +131,9 @@ impl Connections {
             standing.account.belongs_to(Owner::User(user));
         }
         let kept = direct.kept();
-        kept.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(origin));
+        lock(kept).push(Box::new(origin));
         let kept = Arc::downgrade(kept);
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = lock(&self.entries);
         if entries.len() >= 2 * now + 64 {
             entries.retain(|entry| entry.standing.strong_count() > 0);
         }
@@ -142,7 +142,7 @@ impl Connections {
     }
 
     fn of(&self, origin: Origin) -> usize {
-        let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let entries = lock(&self.entries);
         entries.iter().filter(|entry| entry.origin == origin && entry.standing.strong_count() > 0).count()
     }
 
@@ -167,24 +167,24 @@ impl Connections {
     }
 
     fn end_expired(&self, now: SystemTime) -> usize {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = lock(&self.entries);
         let expired = entries.extract_if(.., |entry| entry.expires.is_some_and(|expires| expires < now));
         expired.filter_map(|entry| entry.standing.upgrade()).map(|standing| standing.cut()).count()
     }
 
     /// Ends connections whose credential was lost at two checks in a row.
     fn end_lost(&self, register: &Register) -> usize {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = lock(&self.entries);
         let lost = entries.extract_if(.., |entry| {
             let Some(kept) = entry.kept.upgrade() else { return false };
-            let lost = register.has_lost(&kept.lock().unwrap_or_else(PoisonError::into_inner));
+            let lost = register.has_lost(&lock(&kept));
             std::mem::replace(&mut entry.lost, lost) && lost
         });
         lost.filter_map(|entry| entry.standing.upgrade()).map(|standing| standing.cut()).count()
     }
 
     fn end_overdue(&self, now: Instant) -> usize {
-        let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let entries = lock(&self.entries);
         let open = entries.iter().filter_map(|entry| entry.standing.upgrade());
         open.filter(|standing| standing.account.is_overdue(now)).map(|standing| standing.cut()).count()
     }
@@ -213,7 +213,7 @@ impl Connections {
 
     /// Closes some of `all` connections, or of one origin's, and returns their number.
     fn make_room(&self, all: usize, of: Option<Origin>) -> usize {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = lock(&self.entries);
         entries.retain(|entry| entry.standing.strong_count() > 0);
         let (mut of_origin, mut with_unused) = (HashMap::new(), HashSet::new());
         let mut found = Vec::new();

@@ -12,6 +12,7 @@ mod embedded;
 mod http;
 mod jobs;
 pub mod lifecycle;
+mod lock;
 pub mod log;
 mod members;
 mod memfd;

@@ -10,7 +10,7 @@
 
 use std::{
     io::{self, Write},
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -19,6 +19,8 @@ use tracing::level_filters::LevelFilter;
 use tracing_subscriber::{
     Layer, Registry, filter::Targets, fmt, layer::SubscriberExt, util::SubscriberInitExt,
 };
+
+use crate::lock::lock;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -41,7 +43,7 @@ pub(crate) struct Seldom(Mutex<Option<Instant>>);
 impl Seldom {
     pub(crate) fn say(&self, something: impl FnOnce()) {
         let now = Instant::now();
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = lock(&self.0);
         if last.is_none_or(|last| now - last >= PERIOD) {
             *last = Some(now);
             something();

@@ -4,7 +4,7 @@
 use std::{
     collections::VecDeque,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, mpsc},
+    sync::{Arc, Mutex, MutexGuard, TryLockError, mpsc},
     thread,
     time::Instant,
 };
@@ -13,6 +13,8 @@ use longshore_engine::{job::Job, step::Work};
 use longshore_proto::{Fault, FaultKind, limits::BLOCK_ELEMENTS};
 
 use super::{counters::Busy, stages::Stages};
+
+use crate::lock::lock;
 
 /// Works of a job with at most this many elements, all in memory, run on the thread that brings them. A block's update
 /// takes 60 us, about as long as the wake-ups that hand it over and its answer back.
@@ -87,7 +89,7 @@ impl Turn {
     fn serve(&self, inbox: &mpsc::Receiver<Task>) -> Result<(), Fault> {
         self.job.compute().pool().adopt_caller();
         while let Ok(task) = inbox.recv() {
-            let mut works = self.works.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut works = lock(&self.works);
             let mut first = Some(task);
             self.perform_all(&mut works, || first.take().or_else(|| inbox.try_recv().ok()))?;
         }

@@ -3,7 +3,7 @@
 
 use std::{
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex,
         atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
     },
     time::{Duration, Instant, UNIX_EPOCH},
@@ -12,6 +12,8 @@ use std::{
 use longshore_engine::step::Work;
 use longshore_proto::{Fault, FaultKind, Rank, Version};
 use longshore_wire::v1;
+
+use crate::lock::lock;
 
 /// Busy time of the compute thread by kind of work, and the length of its queue. Two clock reads cost 50 ns, and a
 /// work takes milliseconds.
@@ -146,12 +148,12 @@ impl Pace {
     /// Records a decided step. `written` counts the bytes written to drives so far.
     pub(crate) fn decided(&self, step: u64, written: u64) {
         let now = Mark { at: Instant::now(), step, written };
-        let mut marks = self.first_and_last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut marks = lock(&self.first_and_last);
         *marks = Some((marks.map_or(now, |(first, _)| first), now));
     }
 
     pub(crate) fn span(&self) -> Span {
-        let marks = *self.first_and_last.lock().unwrap_or_else(PoisonError::into_inner);
+        let marks = *lock(&self.first_and_last);
         marks.map_or_else(Span::default, |(first, last)| Span {
             steps: last.step - first.step,
             time: last.at - first.at,
@@ -172,7 +174,7 @@ impl CheckpointLog {
             sealed_unix_ms: now(),
             ..Default::default()
         };
-        *self.lock() = Some(status);
+        *lock(&self.0) = Some(status);
     }
 
     /// Records a failure. A passed version and a taken name do not count: the caller retries with another.
@@ -182,17 +184,13 @@ impl CheckpointLog {
         }
         let fault = fault.cut();
         tracing::warn!(job, name, %fault, "no checkpoint written");
-        let mut status = self.lock();
+        let mut status = lock(&self.0);
         let status = status.get_or_insert_default();
         (status.failure, status.failed_unix_ms) = (fault.to_string(), now());
     }
 
     pub(crate) fn last(&self) -> Option<v1::CheckpointStatus> {
-        self.lock().clone()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<v1::CheckpointStatus>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0).clone()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Ends of a job on this server: deletion, step back to the version before, or shutdown.
 
 use std::{
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
@@ -13,7 +13,10 @@ use tokio::{
 };
 
 use super::{Away, JobEntry, JobHandle, Jobs, Kept, deleted, not_found, recovering, turns::Turn, unreadable};
-use crate::tasks::{blocking, finished};
+use crate::{
+    lock::lock,
+    tasks::{blocking, finished},
+};
 
 /// Longest wait for the users of a job that steps back. A chunk in flight may be silent for 10 s, and an update runs to
 /// its end.
@@ -55,7 +58,7 @@ impl Jobs {
     /// missing drive may come back.
     pub(crate) async fn delete(self: Arc<Self>, name: &str, discard_unreadable: bool) -> Result<(), Fault> {
         let name = JobName::parse("job", name)?;
-        let had_moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner).remove(&name).is_some();
+        let had_moved = lock(&self.moved).remove(&name).is_some();
         match self.get(name.as_str()) {
             Ok(handle) => return blocking(move || self.delete_open(&handle)).await,
             Err(fault) if had_moved && fault.kind == FaultKind::NotFound => return Ok(()),
@@ -85,13 +88,13 @@ impl Jobs {
             // job by now.
             let kept = Kept::new(stored.clone(), &self.storage);
             let away = Away::entry(fault.clone(), Some(kept));
-            self.lock().entry(stored.spec.name).or_insert(away);
+            lock(&self.jobs).entry(stored.spec.name).or_insert(away);
         })
     }
 
     /// Removes the entry of this very job. Returns false if the name has another entry, or none.
     fn take_out(&self, handle: &Arc<JobHandle>) -> bool {
-        let (mut jobs, name) = (self.lock(), &handle.job.spec().name);
+        let (mut jobs, name) = (lock(&self.jobs), &handle.job.spec().name);
         let is_same = |entry: &JobEntry| matches!(entry, JobEntry::Open(open) if Arc::ptr_eq(open, handle));
         jobs.get(name).is_some_and(is_same) && jobs.remove(name).is_some()
     }
@@ -104,7 +107,7 @@ impl Jobs {
         discard_unreadable: bool,
         _: &Turn,
     ) -> Result<(), Fault> {
-        if !self.lock().contains_key(name) {
+        if !lock(&self.jobs).contains_key(name) {
             let is_given_up = discard_unreadable && give_up_missing(&self.storage.folders(), name);
             return if is_given_up { Ok(()) } else { Err(fault) };
         }
@@ -115,7 +118,7 @@ impl Jobs {
             return Err(unreadable(name, &fault));
         }
         delete_stored(&self.storage.folders(), name)?;
-        self.lock().remove(name);
+        lock(&self.jobs).remove(name);
         Ok(())
     }
 
@@ -176,7 +179,7 @@ impl Jobs {
         let stored = handle.stored();
         let name = stored.spec.name.clone();
         let kept = Kept { stored: stored.clone(), drives: handle.job.disk_bytes() };
-        self.lock().insert(name.clone(), Away::entry(recovering(&name), Some(kept)));
+        lock(&self.jobs).insert(name.clone(), Away::entry(recovering(&name), Some(kept)));
         handle.close(recovering(&name));
         let changes = handle.changes();
         drop(handle);

@@ -6,7 +6,7 @@ use std::{
     future::pending,
     path::Path,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -30,7 +30,7 @@ use longshore_wire::{
 use tokio::time::{Instant, sleep, timeout};
 
 use super::JobHandle;
-use crate::tasks::blocking;
+use crate::{lock::lock, tasks::blocking};
 
 /// Shards that are fetched at once: one is written while the next one is on its way.
 const AT_ONCE: usize = 2;
@@ -76,19 +76,15 @@ struct Received {
 
 impl Fetching {
     pub(crate) fn fetched(&self) -> Fetched {
-        self.lock().clone()
+        lock(&self.fetched).clone()
     }
 
     pub(crate) fn note_report(&self, obstacle: &str, reached_micros: u64) {
-        let mut fetched = self.lock();
+        let mut fetched = lock(&self.fetched);
         fetched.reached_micros = fetched.reached_micros.max(reached_micros);
         if fetched.obstacle != obstacle {
             fetched.obstacle = obstacle.chars().take(MOST_SAID).collect();
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Fetched> {
-        self.fetched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -185,7 +181,7 @@ impl JobHandle {
         let (job, of) = (Arc::clone(&self.job), awaited.clone());
         let works = blocking(move || job.fetched(&of, has_older)).await?;
         {
-            let mut fetched = self.fetching.lock();
+            let mut fetched = lock(&self.fetching.fetched);
             (fetched.shards, fetched.bytes) = (fetched.shards + 1, fetched.bytes + bytes);
             fetched.failure = None;
             if !works.is_empty() {
@@ -281,7 +277,7 @@ impl JobHandle {
 
     fn note_failure(&self, awaited: &Awaited, fault: Fault) {
         let (job, shard, source) = (&self.job.spec().name, awaited.shard.0, &awaited.address);
-        let mut fetched = self.fetching.lock();
+        let mut fetched = lock(&self.fetching.fetched);
         if fetched.failure.replace(fault.clone()).is_none() {
             tracing::warn!(%job, shard, source, %fault, "a shard cannot be fetched yet; it is tried again");
         }

@@ -3,7 +3,7 @@
 
 use std::{
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -30,6 +30,8 @@ use super::{
     stages::Stages,
     waits::Decisions,
 };
+
+use crate::lock::lock;
 
 /// A job with its compute thread, which ends when the last user drops the handle.
 pub(crate) struct JobHandle {
@@ -61,12 +63,12 @@ pub(crate) struct JobHandle {
 
 impl JobHandle {
     pub(crate) fn wanted(&self) -> Wanted {
-        self.wanted.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.wanted).clone()
     }
 
     /// Keeps a wish for other servers, unless a later one is known.
     pub(crate) fn want(&self, wanted: Wanted) {
-        let mut known = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.wanted);
         known.take(wanted, &self.job.placement());
         let lost = known.lost.clone();
         drop(known);
@@ -76,7 +78,7 @@ impl JobHandle {
 
     /// Forgets an operator's words on lost servers that have left the job. Their addresses may be used again.
     pub(crate) fn forget_losses(&self) {
-        let mut known = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.wanted);
         known.forget_losses(&self.job.placement());
         self.perform(self.job.lose(known.lost.clone()));
     }
@@ -86,7 +88,7 @@ impl JobHandle {
     pub(crate) fn readdress(&self, server: ServerId, address: &str) {
         let Some(before) = self.job.readdress(server, address) else { return };
         tracing::info!(job = %self.job.spec().name, %server, before, address, "a server of the job has another address");
-        let mut known = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.wanted);
         known.servers.iter_mut().filter(|wanted| **wanted == before).for_each(|of| *of = address.to_string());
     }
 

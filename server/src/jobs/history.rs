@@ -2,13 +2,15 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::Mutex,
     time::{Instant, UNIX_EPOCH},
 };
 
 use longshore_proto::Commit;
 use longshore_wire::v1;
 use prometheus_client::metrics::histogram::Histogram;
+
+use crate::lock::lock;
 
 /// Steps kept: an hour of steps of 7 s. With 120 bytes each they take 60 KiB of a job.
 const KEPT: usize = 512;
@@ -85,7 +87,7 @@ impl History {
     /// Appends a decision. A step that was taken back is replaced.
     pub(crate) fn note(&self, decided: Decided) {
         let now = Instant::now();
-        let mut seen = self.lock();
+        let mut seen = lock(&self.seen);
         let seconds = seen.last.replace(now).map(|last| (now - last).as_secs_f64());
         if let Some(seconds) = seconds {
             self.seconds.observe(seconds);
@@ -106,25 +108,21 @@ impl History {
 
     /// Returns the applied and the skipped steps since the job was opened here.
     pub(crate) fn counts(&self) -> (u64, u64) {
-        let seen = self.lock();
+        let seen = lock(&self.seen);
         (seen.applied, seen.skipped)
     }
 
     /// Returns the kept steps after `step`, oldest first.
     pub(crate) fn after(&self, step: u64) -> Vec<Decided> {
-        self.lock().steps.iter().filter(|decided| decided.step > step).copied().collect()
+        lock(&self.seen).steps.iter().filter(|decided| decided.step > step).copied().collect()
     }
 
     pub(crate) fn last(&self) -> Option<Decided> {
-        self.lock().steps.back().copied()
+        lock(&self.seen).steps.back().copied()
     }
 
     pub(crate) fn seconds(&self) -> &Histogram {
         &self.seconds
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

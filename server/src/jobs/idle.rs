@@ -1,7 +1,7 @@
 //! Idle time of a job.
 
 use std::{
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -10,6 +10,8 @@ use longshore_engine::{
     step::{Phase, Progress, RankProgress, Restoring},
 };
 use longshore_proto::Version;
+
+use crate::lock::lock;
 
 /// Fingerprint of a job's use. A changed fingerprint means that the job was used since the last look. Looks are a
 /// second apart, so calls need no bookkeeping.
@@ -50,7 +52,7 @@ impl Idle {
     /// Returns how long the job has been unused. The pair holds the restores begun, and whether one is in progress.
     pub(super) fn look(&self, job: &Job, (restores, restoring): (u64, bool)) -> Duration {
         let sign = Sign::of(job, restores);
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.0);
         if state.sign != sign || restoring || job.snapshots.len() > 0 {
             *state = State { sign, since: Instant::now() };
         }

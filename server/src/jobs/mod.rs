@@ -19,7 +19,7 @@ mod waits;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -49,6 +49,7 @@ pub(crate) use self::{
     turns::Turns,
 };
 use crate::{
+    lock::lock,
     quota::{Owners, Usage},
     tasks::blocking,
 };
@@ -221,22 +222,18 @@ impl Jobs {
         let started = started.map(Arc::new);
         match &started {
             Ok(handle) => {
-                self.lock().insert(name, JobEntry::Open(Arc::clone(handle)));
+                lock(&self.jobs).insert(name, JobEntry::Open(Arc::clone(handle)));
             }
             Err(fault) => {
                 // A job without stored state leaves no entry.
                 let is_stored = || stored_jobs(&self.storage.folders()).jobs.contains(&job);
-                if self.lock().contains_key(&name) || is_stored() {
+                if lock(&self.jobs).contains_key(&name) || is_stored() {
                     let kept = Kept::new(job, &self.storage);
-                    self.lock().insert(name, Away::entry(fault.clone(), Some(kept)));
+                    lock(&self.jobs).insert(name, Away::entry(fault.clone(), Some(kept)));
                 }
             }
         }
         started
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<JobName, JobEntry>> {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn budget(&self) -> &Budget {
@@ -245,21 +242,17 @@ impl Jobs {
 
     pub(crate) fn get(&self, name: &str) -> Result<Arc<JobHandle>, Fault> {
         let name = JobName::parse("job", name)?;
-        match self.lock().get(&name) {
+        match lock(&self.jobs).get(&name) {
             Some(JobEntry::Open(handle)) => Ok(Arc::clone(handle)),
             Some(JobEntry::Away(away)) => Err(away.fault.clone()),
-            None if self.deleted().contains(&name) => Err(self.left(&name)),
+            None if lock(&self.deleted).contains(&name) => Err(self.left(&name)),
             None => Err(not_found(name.as_str())),
         }
     }
 
-    fn deleted(&self) -> MutexGuard<'_, BTreeSet<JobName>> {
-        self.deleted.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Fault of a job that this server has deleted. After a move, other servers have the job.
     fn left(&self, name: &JobName) -> Fault {
-        let moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner);
+        let moved = lock(&self.moved);
         match moved.get(name) {
             None => deleted(name),
             Some(servers) => {
@@ -271,7 +264,7 @@ impl Jobs {
 
     /// Refuses a job that this server has left. A trainer that still names this server would begin it anew.
     fn check_not_moved(&self, name: &JobName) -> Result<(), Fault> {
-        let moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner);
+        let moved = lock(&self.moved);
         let Some(servers) = moved.get(name) else { return Ok(()) };
         let remedy = format!(
             "start the trainer with --servers {servers}; or, for a new job of that name here, call `longshore delete --job {name}` \
@@ -292,7 +285,7 @@ impl Jobs {
         let servers = placement.addresses().collect::<Vec<_>>().join(",");
         Arc::clone(&self).delete(name.as_str(), false).await?;
         tracing::info!(job = %name, servers, "this server has left the job");
-        let mut moved = self.moved.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut moved = lock(&self.moved);
         if moved.len() >= DELETED_KEPT {
             moved.clear();
         }
@@ -324,7 +317,7 @@ impl Jobs {
 
     /// Remembers a deletion, for ranks that call later.
     fn note_deleted(&self, name: &JobName) {
-        let mut deleted = self.deleted();
+        let mut deleted = lock(&self.deleted);
         if deleted.len() >= DELETED_KEPT {
             deleted.clear();
         }
@@ -335,7 +328,7 @@ impl Jobs {
         let open = |entry: &JobEntry| {
             if let JobEntry::Open(handle) = entry { Some(Arc::clone(handle)) } else { None }
         };
-        self.lock().values().filter_map(open).collect()
+        lock(&self.jobs).values().filter_map(open).collect()
     }
 
     /// Returns the stored jobs that are not open, with the reason.
@@ -344,11 +337,11 @@ impl Jobs {
             JobEntry::Away(away) => Some((name.clone(), away.fault.clone())),
             JobEntry::Open(_) => None,
         };
-        self.lock().iter().filter_map(away).collect()
+        lock(&self.jobs).iter().filter_map(away).collect()
     }
 
     pub(crate) fn names(&self) -> Vec<String> {
-        self.lock().keys().map(JobName::to_string).collect()
+        lock(&self.jobs).keys().map(JobName::to_string).collect()
     }
 
     /// Returns the job of this name, created if absent. Waits while another call opens it. True: created.
@@ -497,7 +490,7 @@ impl Jobs {
             JobEntry::Away(away) => Some(away.kept.as_ref()?.stored.need(&self.storage).ok()?.total()),
             JobEntry::Open(_) => None,
         };
-        let awaited: u64 = self.lock().values().filter_map(awaited).sum();
+        let awaited: u64 = lock(&self.jobs).values().filter_map(awaited).sum();
         let (wants, free) =
             (wanted.need(&self.storage)?.total(), self.budget.total() - self.budget.reserved());
         if wants.saturating_add(awaited) <= free {
@@ -510,7 +503,7 @@ impl Jobs {
 
     /// Returns a job whose recovery failed.
     fn stored(&self, name: &str) -> Option<StoredJob> {
-        match self.lock().get(&JobName::parse("job", name).ok()?)? {
+        match lock(&self.jobs).get(&JobName::parse("job", name).ok()?)? {
             JobEntry::Away(away) => away.kept.as_ref().map(|kept| kept.stored.clone()),
             JobEntry::Open(_) => None,
         }
@@ -524,7 +517,7 @@ impl Jobs {
         if let Some(stored) = self.stored(name.as_str()) {
             return Ok(Some(stored));
         }
-        if !self.lock().contains_key(name) {
+        if !lock(&self.jobs).contains_key(name) {
             return Ok(None);
         }
         let found = stored_jobs(&self.storage.folders());
@@ -536,7 +529,7 @@ impl Jobs {
 
     /// Returns the fault for opening a different job under the name of a stored job that is not open.
     fn kept_otherwise(&self, differs: Fault, name: &JobName) -> Fault {
-        let why = match self.lock().get(name) {
+        let why = match lock(&self.jobs).get(name) {
             Some(JobEntry::Away(away)) => away.fault.to_string(),
             _ => "it is read again".to_string(),
         };

@@ -1,12 +1,15 @@
 //! Owners of jobs on this server: usage and quota checks.
 
-use std::{collections::BTreeMap, sync::PoisonError};
+use std::collections::BTreeMap;
 
 use longshore_engine::tier::StoredJob;
 use longshore_proto::{Fault, JobName};
 
 use super::{JobEntry, JobHandle, Jobs};
-use crate::quota::{Listed, Quota, Usage};
+use crate::{
+    lock::lock,
+    quota::{Listed, Quota, Usage},
+};
 
 impl Jobs {
     /// Refuses a job that would exceed its owner's quota. Usage of the job here counts already. The job counts as
@@ -14,7 +17,7 @@ impl Jobs {
     pub(super) fn admit(&self, wanted: &StoredJob) -> Result<Option<Admitted<'_>>, Fault> {
         let Some((owner, quota)) = self.limited(wanted.owner.as_deref()) else { return Ok(None) };
         let need = wanted.need(&self.storage)?;
-        let held = self.lock().get(&wanted.spec.name).map_or_else(Usage::default, JobEntry::usage);
+        let held = lock(&self.jobs).get(&wanted.spec.name).map_or_else(Usage::default, JobEntry::usage);
         let wants = Usage {
             jobs: 1 - held.jobs,
             memory: need.total().saturating_sub(held.memory),
@@ -48,9 +51,9 @@ impl Jobs {
         name: &JobName,
         wants: Usage,
     ) -> Result<Admitted<'_>, Fault> {
-        let mut admitted = self.admitted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut admitted = lock(&self.admitted);
         let mut has = self.usages().remove(owner).unwrap_or_default();
-        let open = |name| self.lock().get(name).filter(|entry| entry.is_open()).map(JobEntry::usage);
+        let open = |name| lock(&self.jobs).get(name).filter(|entry| entry.is_open()).map(JobEntry::usage);
         // `usages` counts a part of the bytes that an open job was admitted for.
         for (name, (_, usage)) in admitted.iter().filter(|(_, (of, _))| of == owner) {
             has += usage.beyond(open(name).unwrap_or_default());
@@ -65,7 +68,7 @@ impl Jobs {
 
     fn usages(&self) -> BTreeMap<String, Usage> {
         let mut usages = BTreeMap::<String, Usage>::new();
-        for entry in self.lock().values() {
+        for entry in lock(&self.jobs).values() {
             if let Some(owner) = entry.owner() {
                 *usages.entry(owner.to_string()).or_default() += entry.usage();
             }
@@ -98,7 +101,7 @@ pub(super) struct Admitted<'a> {
 
 impl Drop for Admitted<'_> {
     fn drop(&mut self) {
-        self.jobs.admitted.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.name);
+        lock(&self.jobs.admitted).remove(&self.name);
     }
 }
 

@@ -2,11 +2,13 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, Weak},
 };
 
 use longshore_proto::{Incarnation, Rank, limits::CONNECTIONS_PER_RANK};
 use longshore_wire::direct::{Account, Connection};
+
+use crate::lock::lock;
 
 /// Seats of a job's ranks, each taken by a connection until it ends or the job is closed. Admission has counted the
 /// memory of as many connections as there are seats.
@@ -29,7 +31,7 @@ impl Seats {
         if connection.account.is_vouched() {
             return;
         }
-        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = lock(&self.0);
         taken.accounts.retain(|account| account.strong_count() > 0);
         if taken.accounts.len() < taken.most {
             taken.accounts.push(Arc::downgrade(&connection.account));
@@ -39,13 +41,13 @@ impl Seats {
 
     /// Returns true if no connection of a rank lives.
     pub(crate) fn are_empty(&self) -> bool {
-        let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = lock(&self.0);
         taken.accounts.iter().all(|account| account.strong_count() == 0)
     }
 
     /// Takes all seats back, for good.
     pub(super) fn close(&self) {
-        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = lock(&self.0);
         taken.most = 0;
         taken
             .accounts
@@ -84,12 +86,12 @@ pub(crate) struct Watching {
 impl Processes {
     pub(crate) fn enter(self: &Arc<Self>, rank: Rank, incarnation: Incarnation) -> Watching {
         let who = (rank, incarnation);
-        *self.lock().watches.entry(who).or_default() += 1;
+        *lock(&self.0).watches.entry(who).or_default() += 1;
         Watching { among: Arc::clone(self), who }
     }
 
     pub(crate) fn is_watching(&self, rank: Rank, incarnation: Incarnation) -> bool {
-        self.lock().watches.contains_key(&(rank, incarnation))
+        lock(&self.0).watches.contains_key(&(rank, incarnation))
     }
 
     /// Records a connection on which the rank's current process has joined or pushed.
@@ -100,7 +102,7 @@ impl Processes {
         transport: &'static str,
         account: &Arc<Account>,
     ) {
-        let mut known = self.lock();
+        let mut known = lock(&self.0);
         let new = || Calling { incarnation, transport, connections: Vec::new() };
         let calling = known.calling.entry(rank).or_insert_with(new);
         if calling.incarnation < incarnation {
@@ -115,23 +117,19 @@ impl Processes {
 
     /// Returns the transport of the rank's last call. Empty for a rank that has not called this server's process.
     pub(crate) fn transport(&self, rank: Rank) -> &'static str {
-        self.lock().calling.get(&rank).map_or("", |calling| calling.transport)
+        lock(&self.0).calling.get(&rank).map_or("", |calling| calling.transport)
     }
 
     pub(crate) fn is_connected(&self, rank: Rank, incarnation: Incarnation) -> bool {
-        let known = self.lock();
+        let known = lock(&self.0);
         let calling = known.calling.get(&rank).filter(|calling| calling.incarnation == incarnation);
         calling.is_some_and(|calling| calling.connections.iter().any(|known| known.strong_count() > 0))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Known> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Watching {
     fn drop(&mut self) {
-        let mut known = self.among.lock();
+        let mut known = lock(&self.among.0);
         let count = known.watches.remove(&self.who).unwrap_or_default();
         if count > 1 {
             known.watches.insert(self.who, count - 1);

@@ -2,7 +2,7 @@
 //! after a lost answer or an early deadline a client simply calls again.
 
 use std::sync::{
-    Mutex, MutexGuard, PoisonError,
+    Mutex,
     atomic::{AtomicU64, Ordering::Relaxed},
 };
 
@@ -12,6 +12,8 @@ use tokio::{
     sync::watch,
     time::{Instant, timeout_at},
 };
+
+use crate::lock::lock;
 
 /// Stage of a restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,7 +80,7 @@ impl Restores {
     /// Waits until no restore is in progress.
     pub(crate) async fn end(&self, act: &Act, deadline: Instant) -> Result<(), Fault> {
         let under_way = {
-            let last = self.lock();
+            let last = lock(&self.last);
             last.as_ref().filter(|run| run.is_under_way()).map(|run| run.outcome.clone())
         };
         match under_way {
@@ -91,7 +93,7 @@ impl Restores {
     where
         Begin: FnOnce() -> Result<RestoreInfo, Fault> + Send + 'static,
     {
-        let mut last = self.lock();
+        let mut last = lock(&self.last);
         if let Some(run) = last.as_ref().filter(|run| run.is_under_way()) {
             if run.act == *act {
                 return Ok(Turn::Mine(run.outcome.clone()));
@@ -111,12 +113,8 @@ impl Restores {
 
     /// Returns the number of restores begun, and whether one is in progress.
     pub(super) fn begun(&self) -> (u64, bool) {
-        let under_way = self.lock().as_ref().is_some_and(Run::is_under_way);
+        let under_way = lock(&self.last).as_ref().is_some_and(Run::is_under_way);
         (self.begun.load(Relaxed), under_way)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Run>> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -3,13 +3,15 @@
 use std::{
     mem,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::{Duration, Instant},
 };
 
 use longshore_proto::{Step, Version};
+
+use crate::lock::lock;
 
 /// Stages of a step in their order. In a delayed job stages of different steps overlap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,7 +103,7 @@ impl Stages {
     /// Forgets all tracked steps when a process joins. The joining process pulls weights for its own start, outside any
     /// stage.
     pub(crate) fn joined(&self) {
-        self.lock().iter_mut().for_each(|marks| *marks = Marks::default());
+        lock(&self.steps).iter_mut().for_each(|marks| *marks = Marks::default());
     }
 
     pub(crate) fn seconds(&self, stage: StepStage) -> f64 {
@@ -110,7 +112,7 @@ impl Stages {
 
     /// Applies `note` to a step's marks. A newer step takes over the entry of an older one.
     fn mark(&self, step: u64, note: impl FnOnce(&mut Marks)) {
-        let marks = &mut self.lock()[step as usize % WATCHED];
+        let marks = &mut lock(&self.steps)[step as usize % WATCHED];
         if marks.step < step {
             *marks = Marks { step, ..Marks::default() };
         }
@@ -128,10 +130,6 @@ impl Stages {
 
     fn add(&self, stage: StepStage, time: Duration) {
         self.nanos[stage as usize].fetch_add(time.as_nanos() as u64, Relaxed);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, [Marks; WATCHED]> {
-        self.steps.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Mutex, Weak},
     time::Duration,
 };
 
@@ -12,6 +12,8 @@ use tokio::{
     sync::{Mutex as Waiting, OwnedMutexGuard},
     time::timeout,
 };
+
+use crate::lock::lock;
 
 /// A call's turn on a job, until drop.
 pub(crate) type Turn = OwnedMutexGuard<()>;
@@ -39,11 +41,11 @@ impl Turns {
     }
 
     pub(super) fn any(&self) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).values().any(|turn| turn.strong_count() > 0)
+        lock(&self.0).values().any(|turn| turn.strong_count() > 0)
     }
 
     fn of(&self, name: &JobName) -> Arc<Waiting<()>> {
-        let mut turns = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut turns = lock(&self.0);
         if let Some(turn) = turns.get(name).and_then(Weak::upgrade) {
             return turn;
         }

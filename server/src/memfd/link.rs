@@ -3,7 +3,7 @@
 
 use std::{
     fmt,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Mutex, Weak},
 };
 
 use longshore_engine::{
@@ -16,7 +16,7 @@ use longshore_wire::{
     v1::MemfdPlace,
 };
 
-use crate::jobs::JobHandle;
+use crate::{jobs::JobHandle, lock::lock};
 
 pub(crate) struct Link {
     pub(super) id: u64,
@@ -51,7 +51,7 @@ impl Link {
 
     /// Stores a worker's memory and returns its number.
     pub(super) fn take(&self, memory: Foreign) -> Result<u32, Fault> {
-        let mut memories = self.memories.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut memories = lock(&self.memories);
         if memories.len() >= MAX_MEMORIES {
             let limit = format!("at most {MAX_MEMORIES}");
             let remedy = "use larger pieces of memory";
@@ -78,7 +78,7 @@ impl Link {
             let limit = format!("of incarnation {}", self.incarnation);
             return Err(stale(format!("of incarnation {}", chunk.incarnation), &limit));
         }
-        let memories = self.memories.lock().unwrap_or_else(PoisonError::into_inner);
+        let memories = lock(&self.memories);
         let Some(memory) = memories.get(place.memory as usize) else {
             let limit = format!("below {}, those of this link", memories.len());
             return Err(Fault::invalid("memfd.memory", place.memory, limit, "pass the memory first"));

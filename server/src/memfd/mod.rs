@@ -9,7 +9,7 @@ mod serve;
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Mutex, Weak},
 };
 
 use longshore_proto::{Fault, Incarnation, Rank};
@@ -22,7 +22,10 @@ pub(crate) use self::{
     link::{Link, Payload},
     serve::serve,
 };
-use crate::jobs::{JobHandle, Jobs};
+use crate::{
+    jobs::{JobHandle, Jobs},
+    lock::lock,
+};
 
 /// All links of a server, by the id that the worker uses.
 pub(crate) struct Links {
@@ -45,35 +48,31 @@ impl Links {
         self.offer.clone()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<Link>>> {
-        self.links.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Opens a link for a rank's current process. An earlier link of the rank is removed.
     fn open(&self, jobs: &Jobs, hello: &v1::MemfdHello) -> Result<(Arc<Link>, Arc<JobHandle>), Fault> {
         let handle = jobs.get(&hello.job)?;
         let (rank, incarnation) = (Rank(hello.rank), Incarnation(hello.incarnation));
         handle.job.protocol.check_rank(rank, incarnation)?;
         let link = Arc::new(Link::new(random()?, Arc::downgrade(&handle), rank, incarnation));
-        let mut links = self.lock();
+        let mut links = lock(&self.links);
         links.retain(|_, other| !other.is_of(&handle, rank));
         links.insert(link.id, Arc::clone(&link));
         Ok((link, handle))
     }
 
     fn close(&self, link: &Link) {
-        self.lock().remove(&link.id);
+        lock(&self.links).remove(&link.id);
     }
 
     /// Returns the link with this id. The link must belong to the job of `handle`.
     pub(crate) fn find(&self, id: u64, handle: &Arc<JobHandle>) -> Result<Arc<Link>, Fault> {
-        let link = self.lock().get(&id).cloned();
+        let link = lock(&self.links).get(&id).cloned();
         link.filter(|link| Weak::ptr_eq(&link.job, &Arc::downgrade(handle)))
             .ok_or_else(|| stale(id, "an open link of this job"))
     }
 
     pub(crate) fn linked(&self, handle: &Arc<JobHandle>, rank: Rank) -> bool {
-        self.lock().values().any(|link| link.is_of(handle, rank))
+        lock(&self.links).values().any(|link| link.is_of(handle, rank))
     }
 }
 

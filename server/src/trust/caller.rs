@@ -1,6 +1,6 @@
 //! Identity of a caller, and its permission checks.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use http::Extensions;
 use longshore_proto::{Fault, FaultKind, JobName};
@@ -11,6 +11,8 @@ use super::{
     identities::{Credential, Identities, Identity, Role},
     register::Register,
 };
+
+use crate::lock::lock;
 
 /// Caller of one call. A clone is cheap, and refers to the same call.
 #[derive(Clone)]
@@ -65,7 +67,7 @@ impl Caller {
     /// Checks, with the current identities, that the call may be made on this job.
     pub(crate) fn permit(&self, job: &JobName) -> Result<(), Fault> {
         let job = job.as_str();
-        let mut asked = self.asked();
+        let mut asked = lock(&self.0.asked);
         if asked.job.as_deref() != Some(job) {
             (asked.job, asked.permitted) = (Some(job.to_string()), false);
         }
@@ -82,16 +84,12 @@ impl Caller {
 
     /// Returns whether the call was permitted on its job once, so that it may have taken effect.
     pub(super) fn was_permitted(&self) -> bool {
-        self.asked().permitted
+        lock(&self.0.asked).permitted
     }
 
     /// Returns true on its first call.
     pub(super) fn is_first_refusal(&self) -> bool {
-        !std::mem::replace(&mut self.asked().noted, true)
-    }
-
-    fn asked(&self) -> MutexGuard<'_, Asked> {
-        self.0.asked.lock().unwrap_or_else(PoisonError::into_inner)
+        !std::mem::replace(&mut lock(&self.0.asked).noted, true)
     }
 
     /// Returns whether the caller may learn that the job exists.
@@ -130,7 +128,7 @@ impl Caller {
         let identity =
             known.identities.find(credential).ok_or_else(|| unlisted(&known.identities, credential));
         let checked = identity.and_then(|identity| check_role(identity, roles, call));
-        checked.inspect_err(|_| self.asked().permitted = false)
+        checked.inspect_err(|_| lock(&self.0.asked).permitted = false)
     }
 
     /// Returns the owner of jobs that the caller opens. None without identities.
@@ -200,7 +198,7 @@ impl Caller {
 
     /// Returns the job of the call, once its message has come.
     pub(super) fn job(&self) -> Option<String> {
-        self.asked().job.clone()
+        lock(&self.0.asked).job.clone()
     }
 
     pub(super) fn is_audited(&self) -> bool {

@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
+    sync::{Arc, Mutex},
     time::{Duration, SystemTime},
 };
 
@@ -19,7 +19,10 @@ use tokio::{
 };
 
 use super::identities::{Credential, Identities};
-use crate::quota::{Listed, Owners, Quota};
+use crate::{
+    lock::lock,
+    quota::{Listed, Owners, Quota},
+};
 
 /// Interval between reads of the files. A change is taken up once two reads agree, since several files are seldom
 /// replaced at one instant.
@@ -29,7 +32,7 @@ const FILES: [&str; 4] = [CA, SERVER_CERTIFICATE, SERVER_KEY, IDENTITIES];
 /// A server's certificate, the authorities of its clients' certificates, and the identities.
 pub(crate) struct Register {
     dir: PathBuf,
-    now: RwLock<Arc<Known>>,
+    now: Mutex<Arc<Known>>,
     /// Last contents read that are not in use: still changing, or unusable.
     seen: Mutex<Option<Seen>>,
     changes: watch::Sender<()>,
@@ -61,7 +64,7 @@ impl Register {
     /// # Errors
     /// If a file is missing or unusable.
     pub(crate) fn open(dir: &Path) -> Result<Arc<Register>, Fault> {
-        let now = RwLock::new(Arc::new(read(dir, contents(dir))?));
+        let now = Mutex::new(Arc::new(read(dir, contents(dir))?));
         Ok(Arc::new(Register {
             dir: dir.into(),
             now,
@@ -72,7 +75,7 @@ impl Register {
     }
 
     pub(super) fn now(&self) -> Arc<Known> {
-        Arc::clone(&self.now.read().unwrap_or_else(PoisonError::into_inner))
+        lock(&self.now).clone()
     }
 
     /// Returns a channel that signals each later change.
@@ -82,7 +85,7 @@ impl Register {
 
     /// Returns whether the folder has changed and cannot be used, so that the contents before are still in use.
     pub(crate) fn is_unusable(&self) -> bool {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).as_ref().is_some_and(|seen| seen.refused)
+        lock(&self.seen).as_ref().is_some_and(|seen| seen.refused)
     }
 
     /// Returns each file of certificates in use, and when the first of them expires.
@@ -119,7 +122,7 @@ impl Register {
 
     fn look(&self, at_once: bool) {
         let found = contents(&self.dir);
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = lock(&self.seen);
         if found == self.now().contents {
             *seen = None;
             return;
@@ -137,7 +140,7 @@ impl Register {
     fn take_up(&self, found: Contents, is_news: bool) -> bool {
         match read(&self.dir, found) {
             Ok(known) => {
-                *self.now.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(known);
+                *lock(&self.now) = Arc::new(known);
                 self.changes.send_replace(());
                 tracing::info!(dir = %self.dir.display(), "the TLS folder has changed and was taken up");
                 true
@@ -198,7 +201,7 @@ struct Presence {
 
 impl Presences {
     fn of(&self, name: &str) -> u64 {
-        self.lock().get(name).copied().unwrap_or_default()
+        lock(&self.0).get(name).copied().unwrap_or_default()
     }
 
     /// Counts the connection once for this identity.
@@ -214,7 +217,7 @@ impl Presences {
         if kept.iter().filter_map(|kept| kept.downcast_ref()).any(here) {
             return Ok(());
         }
-        let mut counts = self.lock();
+        let mut counts = lock(&self.0);
         let count = counts.get(name).copied().unwrap_or_default();
         let most = connection.account.most_connections().map(|most| most as u64);
         Quota { connections: quota.connections.or(most), ..*quota }.admit_connection(name, count)?;
@@ -223,15 +226,11 @@ impl Presences {
         kept.push(Box::new(Presence { among: Arc::clone(self), name: name.to_string() }));
         Ok(())
     }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, u64>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for Presence {
     fn drop(&mut self) {
-        let mut counts = self.among.lock();
+        let mut counts = lock(&self.among.0);
         if let Some(count) = counts.get_mut(&self.name) {
             *count -= 1;
             if *count == 0 {
