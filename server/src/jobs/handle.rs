@@ -15,7 +15,7 @@ use longshore_engine::{
     step::{Wanted, Work},
     tier::{Storage, StoredJob},
 };
-use longshore_proto::{Fault, FaultKind, ServerId, Step, Version};
+use longshore_proto::{Fault, FaultKind, Placement, ServerId, Step, Version};
 use tokio::{sync::watch, time::Instant};
 
 use super::{
@@ -68,19 +68,23 @@ impl JobHandle {
 
     /// Keeps a wish for other servers, unless a later one is known.
     pub(crate) fn want(&self, wanted: Wanted) {
-        let mut known = lock(&self.wanted);
-        known.take(wanted, &self.job.placement());
-        let lost = known.lost.clone();
-        drop(known);
-        self.perform(self.job.lose(lost));
+        self.change_wish(|known, placement| known.take(wanted, placement));
         self.job.protocol.notify();
     }
 
     /// Forgets an operator's words on lost servers that have left the job. Their addresses may be used again.
     pub(crate) fn forget_losses(&self) {
-        let mut known = lock(&self.wanted);
-        known.forget_losses(&self.job.placement());
-        self.perform(self.job.lose(known.lost.clone()));
+        self.change_wish(Wanted::forget_losses);
+    }
+
+    /// Changes the wish. The job then knows which of its servers are lost.
+    fn change_wish(&self, change: impl FnOnce(&mut Wanted, &Placement)) {
+        let lost = {
+            let mut known = lock(&self.wanted);
+            change(&mut known, &self.job.placement());
+            known.lost.clone()
+        };
+        self.perform(self.job.lose(lost));
     }
 
     /// Takes the address at which a server of the job answers now. Shards are fetched from there, and the wish names

@@ -1,5 +1,7 @@
 //! State of shards for the servers that own them next, and for new replicas.
 
+use std::sync::Arc;
+
 use longshore_proto::{
     Fault, ShardId, Version,
     checksum::crc32,
@@ -35,7 +37,7 @@ pub(super) fn stream(
             ready = handle.until(deadline, ready, late) => ready,
             () = sender.closed() => return,
         };
-        let job = std::sync::Arc::clone(&handle.job);
+        let job = Arc::clone(&handle.job);
         let lengths = match ready {
             Ok(()) => blocking(move || job.sent_bytes(shard, version)).await,
             Err(fault) => Err(fault),
@@ -49,7 +51,7 @@ pub(super) fn stream(
             for offset in (0..length).step_by(CHUNK_BYTES) {
                 let bytes = offset..length.min(offset + CHUNK_BYTES);
                 left -= bytes.len();
-                let (job, is_last) = (std::sync::Arc::clone(&handle.job), left == 0);
+                let (job, is_last) = (Arc::clone(&handle.job), left == 0);
                 let encoded = bytes.len() + CHUNK_HEADROOM_BYTES;
                 let part = move || {
                     let payload = job.read_handed(shard, version, array, bytes)?;
