@@ -12,6 +12,7 @@ use longshore_proto::{Handover, Layout, Param, Placement, ServerId, Step, Versio
 use longshore_wire::v1;
 use rustix::fs::statvfs;
 use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::seen::{Seen, resident_bytes};
 use crate::{
@@ -33,177 +34,102 @@ pub(crate) struct Listen {
     pub(crate) tls: bool,
 }
 
+/// The whole report. Values of one use have no type of their own; steps are many, and need no tree of values.
 #[derive(Serialize)]
 struct Report {
-    release: &'static str,
-    unix_ms: u64,
-    listen: Listen,
-    draining: bool,
-    connections: usize,
     #[serde(flatten)]
-    room: Room,
+    server: Value,
     jobs: Vec<Job>,
-    /// Jobs that this server stores and does not serve.
-    away: Vec<Away>,
-}
-
-#[derive(Serialize)]
-struct Away {
-    name: String,
-    reason: String,
 }
 
 #[derive(Serialize)]
 struct Job {
-    name: String,
-    /// Owner of the job. None without identities.
-    owner: Option<String>,
-    state: &'static str,
-    /// Reason of a pause or failure; progress of a load.
-    reason: String,
-    /// Remedy for the state. While the job trains, the remedy for a stalled rank.
-    remedy: &'static str,
-    waiting_for: String,
-    version: u64,
-    durable_version: u64,
-    applied: u64,
-    rule: &'static str,
-    parameters: u64,
-    tensors: usize,
-    world_size: u32,
-    micro_steps: u32,
-    server: u32,
-    servers: usize,
-    tier: String,
-    isa: String,
-    threads: usize,
-    memory_bytes: u64,
-    drive_bytes: u64,
-    pushed_bytes: u64,
-    pulled_bytes: u64,
-    /// Memory traffic of one update.
-    update_bytes: u64,
-    written_bytes: u64,
-    sum_seconds: f64,
-    update_seconds: f64,
-    ranks: Vec<Rank>,
-    /// The servers of the job, this one included.
-    members: Vec<Member>,
-    /// A change of the job's servers, as this server sees it. None in a job whose servers never changed.
-    scaling: Option<Scaling>,
-    checkpoint: Option<Checkpoint>,
+    #[serde(flatten)]
+    head: Value,
     /// Decided steps after the requested one, oldest first, from the last 512.
     steps: Vec<Decided>,
 }
 
-#[derive(Serialize)]
-struct Member {
-    address: String,
-    shards: usize,
-    replicas: usize,
-    elements: u64,
-    /// Shards that moved there with the last steps.
-    arriving: usize,
-}
-
-#[derive(Serialize)]
-struct Scaling {
-    wanted: Vec<String>,
-    is_reached: bool,
-    awaited_shards: u32,
-    unreplicated_shards: u32,
-    fetched_shards: u64,
-    fetched_bytes: u64,
-    held_seconds: f64,
-    failure: String,
-}
-
-#[derive(Serialize)]
-struct Rank {
-    rank: u32,
-    state: &'static str,
-    transport: &'static str,
-    last_step: u64,
-}
-
-#[derive(Serialize)]
-struct Checkpoint {
-    name: String,
-    version: u64,
-    sealed_unix_ms: u64,
-    failure: String,
-    /// Remedy for a failure.
-    remedy: &'static str,
-}
-
 pub(super) fn json(services: &Services, listen: Listen, wanted: &Wanted) -> String {
     let jobs = services.jobs.all().into_iter().map(|handle| Seen::now(services, handle));
-    let away = services.jobs.away();
-    let report = Report {
-        release: env!("CARGO_PKG_VERSION"),
-        unix_ms: UNIX_EPOCH.elapsed().map_or(0, |since| since.as_millis() as u64),
-        listen,
-        draining: services.draining.refuse().is_err(),
-        connections: services.bounds.connections(),
-        room: Room::now(services),
-        jobs: jobs.map(|seen| job(services, &seen, wanted.after(seen.name()))).collect(),
-        away: away
-            .into_iter()
-            .map(|(name, fault)| Away { name: name.to_string(), reason: fault.to_string() })
-            .collect(),
-    };
+    let jobs = jobs.map(|seen| {
+        let steps = seen.handle.history.after(wanted.after(seen.name()));
+        Job { head: job(services, &seen), steps }
+    });
+    let report = Report { jobs: jobs.collect(), server: server(services, listen) };
     // The report has only numbers and strings, so serialization does not fail.
     serde_json::to_string(&report).unwrap_or_default()
 }
 
-fn job(services: &Services, seen: &Seen, after: u64) -> Job {
+fn server(services: &Services, listen: Listen) -> Value {
+    let budget = services.jobs.budget();
+    // Jobs that this server stores and does not serve.
+    let away = services.jobs.away().into_iter();
+    let away = away.map(|(name, fault)| json!({ "name": name.as_str(), "reason": fault.to_string() }));
+    let owners = services.jobs.owners().into_iter();
+    json!({
+        "release": env!("CARGO_PKG_VERSION"),
+        "unix_ms": UNIX_EPOCH.elapsed().map_or(0, |since| since.as_millis() as u64),
+        "listen": listen,
+        "draining": services.draining.refuse().is_err(),
+        "connections": services.bounds.connections(),
+        "memory": {
+            "budget": budget.total(),
+            "reserved": budget.reserved(),
+            "resident": resident_bytes(),
+        },
+        "drives": services.drives.counted().map(|(folder, _)| drive(folder)).collect::<Vec<_>>(),
+        "identities": owners.map(identity).collect::<Vec<_>>(),
+        "away": away.collect::<Vec<_>>(),
+    })
+}
+
+fn job(services: &Services, seen: &Seen) -> Value {
     let (handle, progress) = (&seen.handle, &seen.progress);
     let (job, spec) = (&handle.job, handle.job.spec());
     let (pushed_bytes, pulled_bytes) = job.traffic();
     let placement = job.placement();
-    Job {
-        name: seen.name().to_string(),
-        owner: handle.owner.clone(),
-        state: seen.state(),
-        remedy: remedy(seen),
-        reason: reason(seen),
-        waiting_for: seen.waiting_for(),
-        version: progress.version.0,
-        durable_version: job.protocol.durable().0,
-        applied: progress.applied,
-        rule: spec.rule.name(),
-        parameters: spec.params.iter().filter_map(Param::elements).sum(),
-        tensors: spec.params.len(),
-        world_size: progress.world_size,
-        micro_steps: spec.micro_steps,
-        server: job.server().0,
-        servers: placement.members().count(),
-        tier: spec.tier.to_string(),
-        isa: job.compute().isa().to_string(),
-        threads: job.compute().threads(),
-        memory_bytes: job.memory_bytes(),
-        drive_bytes: job.disk_bytes(),
-        pushed_bytes,
-        pulled_bytes,
-        update_bytes: job.update_bytes(),
-        written_bytes: job.written_bytes(),
-        sum_seconds: handle.busy.sums().as_secs_f64(),
-        update_seconds: handle.busy.updates().as_secs_f64(),
-        ranks: ranks(services, seen),
-        members: members(&placement, job.layout(), progress.version),
-        scaling: scaling_of(handle).map(scaling),
-        checkpoint: handle.checkpoints.last().map(|status| Checkpoint {
-            name: status.name,
-            version: status.version,
-            sealed_unix_ms: status.sealed_unix_ms,
-            remedy: if status.failure.is_empty() { "" } else { remedies::CHECKPOINT_FAILED },
-            failure: status.failure,
-        }),
-        steps: handle.history.after(after),
-    }
+    json!({
+        "name": seen.name(),
+        // None without identities.
+        "owner": handle.owner,
+        "state": seen.state(),
+        // Reason of a pause or failure; progress of a load.
+        "reason": reason(seen),
+        // Remedy for the state. While the job trains, the remedy for a stalled rank.
+        "remedy": remedy(seen),
+        "waiting_for": seen.waiting_for(),
+        "version": progress.version.0,
+        "durable_version": job.protocol.durable().0,
+        "applied": progress.applied,
+        "rule": spec.rule.name(),
+        "parameters": spec.params.iter().filter_map(Param::elements).sum::<u64>(),
+        "tensors": spec.params.len(),
+        "world_size": progress.world_size,
+        "micro_steps": spec.micro_steps,
+        "server": job.server().0,
+        "servers": placement.members().count(),
+        "tier": spec.tier.name(),
+        "isa": job.compute().isa().to_string(),
+        "threads": job.compute().threads(),
+        "memory_bytes": job.memory_bytes(),
+        "drive_bytes": job.disk_bytes(),
+        "pushed_bytes": pushed_bytes,
+        "pulled_bytes": pulled_bytes,
+        // Memory traffic of one update.
+        "update_bytes": job.update_bytes(),
+        "written_bytes": job.written_bytes(),
+        "sum_seconds": handle.busy.sums().as_secs_f64(),
+        "update_seconds": handle.busy.updates().as_secs_f64(),
+        "ranks": ranks(services, seen),
+        "members": members(&placement, job.layout(), progress.version),
+        "scaling": scaling_of(handle).map(scaling),
+        "checkpoint": handle.checkpoints.last().map(checkpoint),
+    })
 }
 
-fn members(placement: &Placement, layout: &Layout, version: Version) -> Vec<Member> {
+/// Returns the servers of a job, this one included.
+fn members(placement: &Placement, layout: &Layout, version: Version) -> Vec<Value> {
     let member = |server: ServerId| {
         let owned = placement.owned(server);
         let holds = |of: &&Handover| match of.is_replica {
@@ -211,28 +137,40 @@ fn members(placement: &Placement, layout: &Layout, version: Version) -> Vec<Memb
             false => placement.owner(of.shard) == server,
         };
         let arrives = |of: &&Handover| holds(of) && of.from_step >= Step(version.0);
-        Member {
-            address: placement.servers[server.0 as usize].clone(),
-            shards: owned.len(),
-            replicas: placement.replicas.iter().filter(|&&of| of == server).count(),
-            elements: owned.iter().map(|&shard| layout.shard_len(shard)).sum(),
-            arriving: placement.handovers.iter().filter(arrives).count(),
-        }
+        json!({
+            "address": placement.servers[server.0 as usize],
+            "shards": owned.len(),
+            "replicas": placement.replicas.iter().filter(|&&of| of == server).count(),
+            "elements": owned.iter().map(|&shard| layout.shard_len(shard)).sum::<u64>(),
+            // Shards that moved there with the last steps.
+            "arriving": placement.handovers.iter().filter(arrives).count(),
+        })
     };
     placement.members().map(member).collect()
 }
 
-fn scaling(of: v1::Scaling) -> Scaling {
-    Scaling {
-        is_reached: of.reached_micros >= of.asked_micros,
-        wanted: of.wanted,
-        awaited_shards: of.awaited_shards,
-        unreplicated_shards: of.unreplicated_shards,
-        fetched_shards: of.fetched_shards,
-        fetched_bytes: of.fetched_bytes,
-        held_seconds: of.held_seconds,
-        failure: of.failure,
-    }
+/// Returns a change of the job's servers, as this server sees it.
+fn scaling(of: v1::Scaling) -> Value {
+    json!({
+        "is_reached": of.reached_micros >= of.asked_micros,
+        "wanted": of.wanted,
+        "awaited_shards": of.awaited_shards,
+        "unreplicated_shards": of.unreplicated_shards,
+        "fetched_shards": of.fetched_shards,
+        "fetched_bytes": of.fetched_bytes,
+        "held_seconds": of.held_seconds,
+        "failure": of.failure,
+    })
+}
+
+fn checkpoint(status: v1::CheckpointStatus) -> Value {
+    json!({
+        "name": status.name,
+        "version": status.version,
+        "sealed_unix_ms": status.sealed_unix_ms,
+        "remedy": if status.failure.is_empty() { "" } else { remedies::CHECKPOINT_FAILED },
+        "failure": status.failure,
+    })
 }
 
 fn reason(seen: &Seen) -> String {
@@ -260,17 +198,19 @@ fn remedy(seen: &Seen) -> &'static str {
     }
 }
 
-fn ranks(services: &Services, seen: &Seen) -> Vec<Rank> {
+fn ranks(services: &Services, seen: &Seen) -> Vec<Value> {
     let mut ranks: Vec<(&RankProgress, &'static str)> =
         seen.ranks.iter().zip(seen.standings.iter().copied()).collect();
     ranks.sort_by_key(|(rank, _)| (rank.last_step, rank.rank));
     ranks.truncate(RANKS);
     ranks.sort_by_key(|(rank, _)| rank.rank);
-    let told = |(rank, state): (&RankProgress, &'static str)| Rank {
-        rank: rank.rank.0,
-        state,
-        transport: services.transport_of(&seen.handle, rank),
-        last_step: rank.last_step.0,
+    let told = |(rank, state): (&RankProgress, &'static str)| {
+        json!({
+            "rank": rank.rank.0,
+            "state": state,
+            "transport": services.transport_of(&seen.handle, rank),
+            "last_step": rank.last_step.0,
+        })
     };
     ranks.into_iter().map(told).collect()
 }
@@ -304,87 +244,34 @@ impl Wanted {
     }
 }
 
-/// Use of a server's memory and drives: in total, by drive and by owner.
-#[derive(Serialize)]
-struct Room {
-    memory: Memory,
-    drives: Vec<Drive>,
-    identities: Vec<Identity>,
-}
-
-#[derive(Serialize)]
-struct Memory {
-    budget: u64,
-    reserved: u64,
-    resident: Option<u64>,
-}
-
-/// A folder of `--state-dir`.
-#[derive(Serialize)]
-struct Drive {
-    folder: String,
-    /// Size of the file system, and its free space for unprivileged users. None if the kernel does not tell.
-    bytes: Option<u64>,
-    free_bytes: Option<u64>,
-}
-
-#[derive(Serialize)]
-struct Identity {
-    name: String,
-    jobs: Used,
-    memory_bytes: Used,
-    drive_bytes: Used,
-    connections: Used,
-}
-
-/// Amount in use and its limit. No limit: bounded by the server alone.
-#[derive(Serialize)]
-struct Used {
-    now: u64,
-    limit: Option<u64>,
-}
-
-impl Room {
-    fn now(services: &Services) -> Room {
-        let budget = services.jobs.budget();
-        Room {
-            memory: Memory {
-                budget: budget.total(),
-                reserved: budget.reserved(),
-                resident: resident_bytes(),
-            },
-            drives: services.drives.counted().map(|(folder, _)| drive(folder)).collect(),
-            identities: services.jobs.owners().into_iter().map(identity).collect(),
-        }
-    }
-}
-
 /// Held during `statvfs`. A network file system may hang: then one reader waits, and one thread is lost.
 static ASKING: Mutex<()> = Mutex::new(());
 
-/// Returns a folder's drive. Its sizes are None while another reader asks.
-fn drive(folder: &Path) -> Drive {
+/// Returns a folder of `--state-dir`: the size of its file system, and the space that is free for unprivileged users. Both
+/// are null while another reader asks, and if the kernel does not tell.
+fn drive(folder: &Path) -> Value {
     let asking = match ASKING.try_lock() {
         Ok(asking) => Some(asking),
         Err(TryLockError::Poisoned(asking)) => Some(asking.into_inner()),
         Err(TryLockError::WouldBlock) => None,
     };
     let found = asking.and_then(|_held| statvfs(folder).ok()).filter(|found| found.f_blocks > 0);
-    Drive {
-        folder: folder.display().to_string(),
-        bytes: found.as_ref().map(|found| found.f_blocks.saturating_mul(found.f_frsize)),
-        free_bytes: found.as_ref().map(|found| found.f_bavail.saturating_mul(found.f_frsize)),
-    }
+    json!({
+        "folder": folder.display().to_string(),
+        "bytes": found.as_ref().map(|found| found.f_blocks.saturating_mul(found.f_frsize)),
+        "free_bytes": found.as_ref().map(|found| found.f_bavail.saturating_mul(found.f_frsize)),
+    })
 }
 
-fn identity((listed, has): (Listed, Usage)) -> Identity {
+/// Returns the amounts that an identity uses, and their limits. No limit: bounded by the server alone.
+fn identity((listed, has): (Listed, Usage)) -> Value {
     let Listed { name, quota, connections } = listed;
-    let used = |now, limit| Used { now, limit };
-    Identity {
-        name,
-        jobs: used(has.jobs, quota.jobs),
-        memory_bytes: used(has.memory, quota.memory),
-        drive_bytes: used(has.drives, quota.drives),
-        connections: used(connections, quota.connections),
-    }
+    let used = |now: u64, limit: Option<u64>| json!({ "now": now, "limit": limit });
+    json!({
+        "name": name,
+        "jobs": used(has.jobs, quota.jobs),
+        "memory_bytes": used(has.memory, quota.memory),
+        "drive_bytes": used(has.drives, quota.drives),
+        "connections": used(connections, quota.connections),
+    })
 }
