@@ -41,32 +41,21 @@ impl Quota {
     /// # Errors
     /// For the first limit that would be exceeded.
     pub(crate) fn admit(&self, owner: &str, has: Usage, wants: Usage) -> Result<(), Fault> {
-        let bytes = |count: u64| format!("{count} bytes");
-        for (field, most, has, wants, remedy) in [
-            ("jobs", self.jobs, has.jobs, wants.jobs, "delete another job of this identity"),
-            (
-                "memory",
-                self.memory,
-                has.memory,
-                wants.memory,
-                "delete another job of this identity, use more servers",
-            ),
-            (
-                "drives",
-                self.drives,
-                has.drives,
-                wants.drives,
-                "delete another job of this identity, use more servers",
-            ),
+        for (field, most, has, wants) in [
+            ("jobs", self.jobs, has.jobs, wants.jobs),
+            ("memory", self.memory, has.memory, wants.memory),
+            ("drives", self.drives, has.drives, wants.drives),
         ] {
             let Some(most) = most else { continue };
             // A request of nothing more passes even if the limit was lowered below current usage.
             if wants == 0 || has.checked_add(wants).is_some_and(|both| both <= most) {
                 continue;
             }
-            let show = |count| if field == "jobs" { format!("{count}") } else { bytes(count) };
+            let (unit, more) = if field == "jobs" { ("", "") } else { (" bytes", ", use more servers") };
+            let show = |count| format!("{count}{unit}");
+            let remedy = format!("delete another job of this identity{more}");
             let value = format!("{} more for {owner}, which has {}", show(wants), show(has));
-            return Err(over(field, value, format!("at most {} together", show(most)), remedy));
+            return Err(over(field, value, format!("at most {} together", show(most)), &remedy));
         }
         Ok(())
     }

@@ -58,7 +58,7 @@ impl Jobs {
     /// missing drive may come back.
     pub(crate) async fn delete(self: Arc<Self>, name: &str, discard_unreadable: bool) -> Result<(), Fault> {
         let name = JobName::parse("job", name)?;
-        let had_moved = lock(&self.moved).remove(&name).is_some();
+        let had_moved = lock(&self.gone).get_mut(&name).and_then(Option::take).is_some();
         match self.get(name.as_str()) {
             Ok(handle) => return blocking(move || self.delete_open(&handle)).await,
             Err(fault) if had_moved && fault.kind == FaultKind::NotFound => return Ok(()),
@@ -78,7 +78,7 @@ impl Jobs {
         let stored = handle.stored();
         // Another call may have deleted or reopened this job since, and opened a later one of the name.
         let name = &stored.spec.name;
-        self.note_deleted(name);
+        self.note_gone(name, None);
         if !self.take_out(handle) {
             return Err(self.get(name.as_str()).err().unwrap_or_else(|| not_found(name.as_str())));
         }

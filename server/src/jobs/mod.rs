@@ -17,7 +17,7 @@ mod turns;
 mod waits;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
@@ -71,16 +71,15 @@ pub(crate) struct Jobs {
     has_recovered: AtomicBool,
     /// Set at shutdown: no further job is opened.
     is_ending: AtomicBool,
-    /// Names of jobs that were deleted since the server started.
-    deleted: Mutex<BTreeSet<JobName>>,
-    /// Jobs that this server has left, with the addresses of the servers that have them.
-    moved: Mutex<BTreeMap<JobName, String>>,
+    /// Jobs that were deleted here since the server started. A job that this server has left has the addresses of the
+    /// servers that have it.
+    gone: Mutex<BTreeMap<JobName, Option<String>>>,
     /// Held while room for a job is reckoned: seconds for a million shards, on threads that other calls need too.
     reckoning: Arc<tokio::sync::Mutex<()>>,
 }
 
-/// The most names of deleted jobs, of 128 bytes each.
-const DELETED_KEPT: usize = 4096;
+/// The most names in [`Jobs::gone`], of 128 bytes each.
+const GONE_KEPT: usize = 4096;
 
 enum JobEntry {
     Open(Arc<JobHandle>),
@@ -169,8 +168,7 @@ impl Jobs {
             owners,
             has_recovered: AtomicBool::new(false),
             is_ending: AtomicBool::new(false),
-            deleted: Mutex::default(),
-            moved: Mutex::default(),
+            gone: Mutex::default(),
             reckoning: Arc::default(),
         };
         (jobs, stored.jobs)
@@ -245,17 +243,16 @@ impl Jobs {
         match lock(&self.jobs).get(&name) {
             Some(JobEntry::Open(handle)) => Ok(Arc::clone(handle)),
             Some(JobEntry::Away(away)) => Err(away.fault.clone()),
-            None if lock(&self.deleted).contains(&name) => Err(self.left(&name)),
-            None => Err(not_found(name.as_str())),
+            None => Err(self.absent(&name)),
         }
     }
 
-    /// Fault of a job that this server has deleted. After a move, other servers have the job.
-    fn left(&self, name: &JobName) -> Fault {
-        let moved = lock(&self.moved);
-        match moved.get(name) {
-            None => deleted(name),
-            Some(servers) => {
+    /// Returns the fault of a job without an entry.
+    fn absent(&self, name: &JobName) -> Fault {
+        match lock(&self.gone).get(name) {
+            None => not_found(name.as_str()),
+            Some(None) => deleted(name),
+            Some(Some(servers)) => {
                 let remedy = format!("name one of {servers}, to which the job has moved");
                 Fault { remedy, ..deleted(name) }
             }
@@ -264,8 +261,8 @@ impl Jobs {
 
     /// Refuses a job that this server has left. A trainer that still names this server would begin it anew.
     fn check_not_moved(&self, name: &JobName) -> Result<(), Fault> {
-        let moved = lock(&self.moved);
-        let Some(servers) = moved.get(name) else { return Ok(()) };
+        let gone = lock(&self.gone);
+        let Some(Some(servers)) = gone.get(name) else { return Ok(()) };
         let remedy = format!(
             "start the trainer with --servers {servers}; or, for a new job of that name here, call `longshore delete --job {name}` \
              with this server alone first"
@@ -285,11 +282,7 @@ impl Jobs {
         let servers = placement.addresses().collect::<Vec<_>>().join(",");
         Arc::clone(&self).delete(name.as_str(), false).await?;
         tracing::info!(job = %name, servers, "this server has left the job");
-        let mut moved = lock(&self.moved);
-        if moved.len() >= DELETED_KEPT {
-            moved.clear();
-        }
-        moved.insert(name, servers);
+        self.note_gone(&name, Some(servers));
         Ok(())
     }
 
@@ -315,13 +308,13 @@ impl Jobs {
         });
     }
 
-    /// Remembers a deletion, for ranks that call later.
-    fn note_deleted(&self, name: &JobName) {
-        let mut deleted = lock(&self.deleted);
-        if deleted.len() >= DELETED_KEPT {
-            deleted.clear();
+    /// Remembers a deletion, or a move to other servers, for ranks that call later.
+    fn note_gone(&self, name: &JobName, moved_to: Option<String>) {
+        let mut gone = lock(&self.gone);
+        if gone.len() >= GONE_KEPT {
+            gone.clear();
         }
-        deleted.insert(name.clone());
+        gone.insert(name.clone(), moved_to);
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<JobHandle>> {
