@@ -34,7 +34,7 @@ pub async fn call<M: Frame>(
     path: &'static str,
     pieces: mpsc::Receiver<Result<Piece, Status>>,
 ) -> Result<Incoming<M>, Status> {
-    let mut request = Request::new(Body::new(Outgoing::request(pieces)));
+    let mut request = Request::new(Body::new(Outgoing::new(pieces, false)));
     *request.method_mut() = Method::POST;
     *request.uri_mut() = http::Uri::from_static(path);
     request.headers_mut().insert(header::TE, HeaderValue::from_static("trailers"));
@@ -72,7 +72,7 @@ pub async fn call_once<M: Frame>(
 
 /// Returns a server's answer, which sends `pieces`. An error ends the answer with that status.
 pub fn answer(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Response<Body> {
-    let mut response = Response::new(Body::new(Outgoing::answer(pieces)));
+    let mut response = Response::new(Body::new(Outgoing::new(pieces, true)));
     response.headers_mut().insert(header::CONTENT_TYPE, GRPC);
     response
 }
@@ -87,12 +87,8 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    fn request(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Outgoing {
-        Outgoing { pieces, payload: Bytes::new(), trailers: false, done: false }
-    }
-
-    fn answer(pieces: mpsc::Receiver<Result<Piece, Status>>) -> Outgoing {
-        Outgoing { trailers: true, ..Outgoing::request(pieces) }
+    fn new(pieces: mpsc::Receiver<Result<Piece, Status>>, trailers: bool) -> Outgoing {
+        Outgoing { pieces, payload: Bytes::new(), trailers, done: false }
     }
 
     fn end(&mut self, status: Status) -> Option<Result<http_body::Frame<Bytes>, Status>> {

@@ -10,14 +10,6 @@ use tonic::{Code, Status, body::Body};
 use super::{Event, Frame, Parser, SharedIntake};
 use crate::{mark::Mark, sink::MessageSink, status};
 
-/// Source of the call's status.
-enum End {
-    /// A request has no status.
-    Request,
-    /// The trailers of an answer, once received.
-    Answer(Option<HeaderMap>),
-}
-
 /// Reader of a body's events. Between calls of [`Incoming::next`], HTTP/2's windows hold the sender back.
 pub struct Incoming<M> {
     body: Body,
@@ -26,7 +18,9 @@ pub struct Incoming<M> {
     /// Mark at the start of the first piece.
     mark: Option<Mark>,
     begun: bool,
-    end: End,
+    /// An answer ends with the call's status in its trailers; a request has none.
+    is_answer: bool,
+    trailers: Option<HeaderMap>,
 }
 
 impl<M: Frame> Incoming<M> {
@@ -37,12 +31,13 @@ impl<M: Frame> Incoming<M> {
             piece: Bytes::new(),
             mark: None,
             begun: false,
-            end: End::Request,
+            is_answer: false,
+            trailers: None,
         }
     }
 
     pub(super) fn answer(body: Body) -> Incoming<M> {
-        Incoming { end: End::Answer(None), ..Incoming::request(body) }
+        Incoming { is_answer: true, ..Incoming::request(body) }
     }
 
     /// Returns the mark at the start of the body, once bytes have come.
@@ -75,15 +70,14 @@ impl<M: Frame> Incoming<M> {
         }
     }
 
-    /// Returns the bytes of the next DATA frame, or None at the end. Keeps an answer's trailers.
+    /// Returns the bytes of the next DATA frame, or None at the end. Keeps trailers.
     async fn data(&mut self) -> Result<Option<Bytes>, Status> {
         loop {
             let frame = poll_fn(|context| Pin::new(&mut self.body).poll_frame(context)).await.transpose()?;
-            match (frame.map(http_body::Frame::into_data), &mut self.end) {
-                (Some(Ok(data)), _) => return Ok(Some(data)),
-                (Some(Err(frame)), End::Answer(trailers)) => *trailers = frame.into_trailers().ok(),
-                (Some(Err(_)), End::Request) => {}
-                (None, _) => return Ok(None),
+            match frame.map(http_body::Frame::into_data) {
+                Some(Ok(data)) => return Ok(Some(data)),
+                Some(Err(frame)) => self.trailers = frame.into_trailers().ok(),
+                None => return Ok(None),
             }
         }
     }
@@ -106,13 +100,11 @@ impl<M: Frame> Incoming<M> {
     }
 
     fn outcome(&self) -> Result<(), Status> {
-        if let End::Answer(trailers) = &self.end {
-            let absent = || Status::unavailable("the answer ended without a status");
-            let outcome = trailers.as_ref().and_then(Status::from_header_map).ok_or_else(absent)?;
-            if outcome.code() != Code::Ok {
-                return Err(outcome);
-            }
+        if !self.is_answer {
+            return Ok(());
         }
-        Ok(())
+        let absent = || Status::unavailable("the answer ended without a status");
+        let outcome = self.trailers.as_ref().and_then(Status::from_header_map).ok_or_else(absent)?;
+        if outcome.code() == Code::Ok { Ok(()) } else { Err(outcome) }
     }
 }
