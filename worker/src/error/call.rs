@@ -25,7 +25,7 @@ pub struct Untrusted {
 
 /// A server answered a call with a fault, or the transport failed until the deadline.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("{call} of job {job}{} on server {server} failed ({}): {fault}", at(.step, ""), .fault.kind.name())]
+#[error("{call} of job {job}{} on server {server} failed ({}): {fault}", at(.step, ", "), .fault.kind.name())]
 pub struct CallFailed {
     pub server: String,
     pub job: JobName,
@@ -78,9 +78,8 @@ pub struct MissingBlock {
     pub version: Version,
 }
 
-/// Formats " at step 3", or nothing.
-pub(super) fn at<T: fmt::Display>(value: &Option<T>, lead: &str) -> String {
-    let lead = if lead.is_empty() { ", " } else { lead };
+/// Formats a value after `lead`, as in " at step 3". Empty for None.
+fn at<T: fmt::Display>(value: &Option<T>, lead: &str) -> String {
     value.as_ref().map(|value| format!("{lead}{value}")).unwrap_or_default()
 }
 
@@ -89,7 +88,7 @@ pub(super) fn at<T: fmt::Display>(value: &Option<T>, lead: &str) -> String {
 #[error(
     "waited {waited:.1?} for {what}{}{}{}{} of job {job}{}. See who waits for whom with `longshore status`, or raise \
      the deadline",
-    at(.step, " at "), at(.shard, ", "), at(.version, ", "), On(.server), Last(.last)
+    at(.step, " at "), at(.shard, ", "), at(.version, ", "), at(.server, ", from server "), last_word(.last)
 )]
 pub struct TimedOut {
     pub what: &'static str,
@@ -120,20 +119,7 @@ pub struct StillPaused {
 )]
 pub struct Interrupted;
 
-struct On<'a>(&'a Option<String>);
-
-impl fmt::Display for On<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.as_ref().map_or(Ok(()), |server| write!(f, ", from server {server}"))
-    }
-}
-
-struct Last<'a>(&'a Option<Fault>);
-
-impl fmt::Display for Last<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Some(fault) = self.0 else { return Ok(()) };
-        let lead = if fault.kind == FaultKind::Unavailable { "last" } else { "the server said" };
-        write!(f, "; {lead}: {fault}")
-    }
+fn last_word(fault: &Option<Fault>) -> String {
+    let is_unavailable = fault.as_ref().is_some_and(|fault| fault.kind == FaultKind::Unavailable);
+    at(fault, if is_unavailable { "; last: " } else { "; the server said: " })
 }

@@ -7,9 +7,7 @@ mod call;
 mod local;
 mod state;
 
-use std::fmt;
-
-use longshore_proto::{Fault, JobName};
+use longshore_proto::Fault;
 
 pub use self::{
     call::{
@@ -17,7 +15,9 @@ pub use self::{
         Unreachable, Untrusted,
     },
     local::{DeviceError, Environment, GradientError, Invalid, Misuse, Shortage},
-    state::{NoCheckpoint, OtherCheckpoints, OtherFilling, StateKept, StateLost, VersionsDiffer},
+    state::{
+        NoCheckpoint, NotRestored, OtherCheckpoints, OtherFilling, StateKept, StateLost, VersionsDiffer,
+    },
 };
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -99,29 +99,5 @@ impl From<Fault> for Error {
     /// address: `CallFailed`.
     fn from(fault: Fault) -> Error {
         Error::Invalid(Invalid(fault))
-    }
-}
-
-/// A restore that only some servers could do. Nothing has started, and those servers wait for weights again.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error(
-    "the restore of job {job} was taken back on {}, where it waits for weights again{}: {cause}. Put that right, then \
-     restore it again, as the workers' command with --resume does, or name another checkpoint with --resume-from",
-    .undone.join(", "), Left(.left)
-)]
-pub struct NotRestored {
-    pub job: JobName,
-    /// The servers that had loaded their part.
-    pub undone: Vec<String>,
-    /// The servers that still hold their part, each with the reason.
-    pub left: Vec<(String, Error)>,
-    pub cause: Error,
-}
-
-struct Left<'a>(&'a [(String, Error)]);
-
-impl fmt::Display for Left<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|(server, error)| write!(f, ", and not on {server} ({error})"))
     }
 }
