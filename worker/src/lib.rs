@@ -42,6 +42,8 @@ mod rank;
 pub mod schedule;
 pub mod session;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 #[cfg(feature = "cuda")]
 pub use device::CudaDevice;
 pub use device::{Budget, Device, DeviceChoice, HostDevice, Lease};
@@ -53,3 +55,8 @@ pub use pull::{Feed, Lent};
 pub use push::{Assembler, Slot};
 pub use schedule::Schedule;
 pub use session::{Filling, GoBack, Interrupt, Joined, Opened, Options, Session, StateHash, Transport};
+
+/// Locks a mutex whose data are valid at every instruction. So a panic in another thread need not spread.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

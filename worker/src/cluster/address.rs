@@ -47,7 +47,7 @@ impl Address {
 
     /// Opens a connection whose payloads can bypass HTTP/2 by `taps`.
     pub(super) async fn connect_with(&self, taps: Taps, pace: Option<&Pace>) -> Result<Channel, Error> {
-        let connector = Connector::new(self.dialler.clone(), taps, pace);
+        let connector = Connector { dialler: self.dialler.clone(), taps, pace: pace.cloned() };
         let channel = self.endpoint.connect_with_connector(connector).await?;
         Ok(Channel::new(channel, self.dialler.credentials().cloned()))
     }
@@ -57,16 +57,10 @@ type Dialling = Pin<Box<dyn Future<Output = Result<TokioIo<Direct<Paced<Dialled>
 
 /// Connector of a connection. tonic calls it for the first connection and after each break.
 #[derive(Clone)]
-pub(super) struct Connector {
+struct Connector {
     dialler: Dialler,
     taps: Taps,
     pace: Option<Pace>,
-}
-
-impl Connector {
-    pub(super) fn new(dialler: Dialler, taps: Taps, pace: Option<&Pace>) -> Connector {
-        Connector { dialler, taps, pace: pace.cloned() }
-    }
 }
 
 impl Service<Uri> for Connector {

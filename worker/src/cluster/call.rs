@@ -126,27 +126,26 @@ impl Cluster {
         step: Option<Step>,
         fault: Fault,
     ) -> Error {
-        let (tier, server) = (self.tier(server), self.address(server).to_string());
+        let (tier, address) = (self.tier(server), self.address(server).to_string());
         let job = self.job().clone();
-        match fault.kind {
+        match (fault.kind, &*fault.field, call) {
             // Checkpoints and versions can be missing while the job is there.
-            FaultKind::NotFound if fault.field == "job" && call != "DeleteJob" => {
-                StateLost { server, job, tier, detail: fault.to_string() }.into()
+            (FaultKind::NotFound, "job", call) if call != "DeleteJob" => {
+                StateLost { server: address, job, tier, detail: fault.to_string() }.into()
             }
-            FaultKind::Fenced => Fenced { server, job, fault }.into(),
-            FaultKind::Conflict if [READS, ORIGIN].contains(&&*fault.field) => {
-                Outdated { server, job, fault }.into()
-            }
-            FaultKind::Conflict if fault.field == "placement.epoch" && call == "Join" => {
-                Outdated { server, job, fault }.into()
-            }
-            FaultKind::NotFound if fault.field == "version" && call == "Pull" => {
-                Outdated { server, job, fault }.into()
-            }
-            // The server keeps only the newest commits: other processes trained meanwhile.
-            FaultKind::NotFound if fault.field == "after_step" => Outdated { server, job, fault }.into(),
-            _ => CallFailed { server, job, call, step, fault }.into(),
+            (FaultKind::Fenced, ..) => Fenced { server: address, job, fault }.into(),
+            // A server keeps only the newest commits. Those after a step are gone once other processes have trained.
+            (FaultKind::Conflict, READS | ORIGIN, _)
+            | (FaultKind::Conflict, "placement.epoch", "Join")
+            | (FaultKind::NotFound, "version", "Pull")
+            | (FaultKind::NotFound, "after_step", _) => self.outdated(server, fault),
+            _ => CallFailed { server: address, job, call, step, fault }.into(),
         }
+    }
+
+    /// Returns the error of a process whose data a server contradicts.
+    pub(crate) fn outdated(&self, server: ServerId, fault: Fault) -> Error {
+        Outdated { server: self.address(server).to_string(), job: self.job().clone(), fault }.into()
     }
 
     /// Runs `act` on every server concurrently. The first failure cancels the others. A server that is given up meanwhile

@@ -232,7 +232,7 @@ impl Cluster {
         // Calls of a server in this process run on this session's threads, which a caller's runtime need not have.
         let may_be_here = self.options.transport.may_share() && self.pace.is_none() && self.runtime.is_own();
         if let Some(channel) = local::channel(address).filter(|_| may_be_here) {
-            return Ok(Peer::without_sockets(address, connections, || channel.clone()));
+            return Ok(Peer::without_sockets(address, connections, &channel));
         }
         Peer::connect(address, self.credentials.as_ref(), connections, self.pace.as_ref(), time).await
     }

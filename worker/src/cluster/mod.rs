@@ -130,5 +130,3 @@ impl Cluster {
 
 #[cfg(test)]
 pub(crate) mod fake_for_tests;
-#[cfg(test)]
-mod recovery_tests;

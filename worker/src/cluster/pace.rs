@@ -5,7 +5,7 @@ use std::{
     future::Future,
     io::{self, IoSlice, IoSliceMut},
     pin::Pin,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     task::{Context, Poll, ready},
     time::{Duration, Instant},
 };
@@ -16,6 +16,8 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     time::Sleep,
 };
+
+use crate::lock;
 
 /// The idle time that a link may make up for. Timers fire some milliseconds late, and a busy link must not lose
 /// those.
@@ -52,7 +54,7 @@ impl Direction {
     /// Becomes ready once the link is free.
     fn poll_turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
         loop {
-            let free_at = *self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
+            let free_at = *lock(&self.free_at);
             if free_at <= Instant::now() {
                 self.timer = None;
                 return Poll::Ready(());
@@ -64,7 +66,7 @@ impl Direction {
     }
 
     fn took(&self, bytes: usize) {
-        let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free_at = lock(&self.free_at);
         let now = Instant::now();
         let earliest = now.checked_sub(CREDIT).unwrap_or(now);
         *free_at = (*free_at).max(earliest) + Duration::from_secs_f64(bytes as f64 / self.bytes_per_s);

@@ -8,7 +8,7 @@ use std::{
     collections::BTreeMap,
     future::Future,
     pin::pin,
-    sync::{Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
+    sync::{Mutex, atomic::Ordering::Relaxed},
     time::Duration,
 };
 
@@ -23,6 +23,7 @@ use super::{
 use crate::{
     error::{Error, Result, TimedOut},
     host::{self, Instant},
+    lock,
 };
 
 /// A rank without a watch for this long is gone: broken watches are opened again within a second or two.
@@ -242,14 +243,10 @@ fn reason(answer: Result<DescribeResponse>) -> Option<Fault> {
 pub(crate) struct Troubles(Mutex<BTreeMap<ServerId, Fault>>);
 
 impl Troubles {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<ServerId, Fault>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Notes that a server does not take gradients, for example because it drains or is gone. Returns true the
     /// first time, until the server takes gradients again.
     pub(crate) fn note(&self, server: ServerId, fault: &Fault) -> bool {
-        let mut troubles = self.lock();
+        let mut troubles = lock(&self.0);
         let first = !troubles.contains_key(&server) && fault.kind == FaultKind::Unavailable;
         if first {
             troubles.insert(server, fault.clone());
@@ -259,11 +256,66 @@ impl Troubles {
 
     /// Notes that the server takes gradients again.
     pub(crate) fn clear(&self, server: ServerId) {
-        self.lock().remove(&server);
+        lock(&self.0).remove(&server);
     }
 
     /// Returns why a server does not take gradients.
     pub(crate) fn of(&self, server: ServerId) -> Option<Fault> {
-        self.lock().get(&server).cloned()
+        lock(&self.0).get(&server).cloned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    };
+
+    use super::*;
+    use crate::cluster::{
+        fake_for_tests::{Answer, DEADLINE, cluster, says},
+        waits::Waits,
+    };
+
+    #[test]
+    fn a_wait_outlasts_the_deadline_while_a_server_recovers_the_job() {
+        let has_connected = Arc::new(AtomicBool::new(false));
+        let recovers_now = Arc::clone(&has_connected);
+        let (cluster, _runtime) = cluster(vec![says(move |_| match recovers_now.load(Relaxed) {
+            true => Answer::recovering(),
+            false => Answer::fault(FaultKind::NotFound, "job"),
+        })]);
+        has_connected.store(true, Relaxed);
+        let comes = async { host::sleep(Duration::from_secs(5)).await };
+        let waited = async { Ok(cluster.patiently(comes).await) };
+        match cluster.runtime.block_on(waited).unwrap() {
+            Ok(()) => {}
+            Err(Impatience::Failed(error)) => panic!("{error}"),
+            Err(Impatience::Elapsed(waited)) => panic!("it gave up after {waited:?}"),
+        }
+        // A glance does not wait for the recovery.
+        let begun = Instant::now();
+        let glance = cluster.runtime.block_on(cluster.glance(ServerId(0)));
+        assert!(matches!(&glance, Err(Error::Call(failed)) if recovers(&failed.fault)), "{glance:?}");
+        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    }
+
+    /// An operator's pause may be longer than any wait of the job itself.
+    #[test]
+    fn a_pause_is_no_part_of_the_longest_wait() {
+        let (mut cluster, _runtime) = cluster(vec![says(|_| Answer::described(1))]);
+        cluster.options.slow_deadline = Duration::from_secs(2);
+        let start = Instant::now();
+        cluster.waits.paused("an operator looks");
+        std::thread::sleep(cluster.options.slow_deadline + DEADLINE);
+        cluster.waits.resumed();
+        let is_worth_it = async { Ok(cluster.is_worth_waiting(start, &|_| true).await) };
+        assert!(cluster.runtime.block_on(is_worth_it).unwrap());
+        // Without a pause, a wait of the same length is over.
+        let before = start - cluster.options.slow_deadline;
+        cluster.waits = Waits::new(&cluster.options);
+        let is_worth_it = async { Ok(cluster.is_worth_waiting(before, &|_| true).await) };
+        assert!(!cluster.runtime.block_on(is_worth_it).unwrap());
     }
 }

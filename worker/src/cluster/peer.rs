@@ -63,7 +63,7 @@ impl Peer {
                 ready(channel.ok_or_else(|| io::Error::from(io::ErrorKind::ConnectionRefused)))
             };
             let channel = dial(address, start, end, connect).await?;
-            return Ok(Peer::without_sockets(address, connections, || channel.clone()));
+            return Ok(Peer::without_sockets(address, connections, &channel));
         }
         let checked = Address::new(address, credentials)?;
         let control = dial(address, start, end, || checked.connect()).await?;
@@ -76,10 +76,11 @@ impl Peer {
         Ok(Peer { address: address.into(), control, data })
     }
 
-    /// Returns a peer whose connections `connect` makes.
-    pub(super) fn without_sockets(address: &str, connections: usize, connect: impl Fn() -> Channel) -> Peer {
-        let data = || Connection { channel: connect(), taps: Taps::default() };
-        Peer { address: address.into(), control: connect(), data: (0..connections).map(|_| data()).collect() }
+    /// Returns a peer whose connections are all the same channel.
+    pub(super) fn without_sockets(address: &str, connections: usize, channel: &Channel) -> Peer {
+        let data = || Connection { channel: channel.clone(), taps: Taps::default() };
+        let data = (0..connections).map(|_| data()).collect();
+        Peer { address: address.into(), control: channel.clone(), data }
     }
 
     pub(crate) fn training(&self) -> TrainingClient<Channel> {

@@ -6,7 +6,7 @@ use std::{
     future::Future,
     num::NonZeroUsize,
     pin::{Pin, pin},
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Mutex, Weak},
     task::{Context, Poll, Wake, Waker, ready},
     thread::{self, Thread},
     time::{Duration, Instant},
@@ -19,6 +19,7 @@ use tokio::{runtime::Handle, sync::oneshot};
 use crate::{
     error::{Environment, Interrupted, Misuse, Result},
     host::{SimulatedHost, entered},
+    lock,
 };
 
 /// The period of the question, in a waiting call.
@@ -174,14 +175,14 @@ impl Runtime {
             task.await;
             drop(runs);
         });
-        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tasks = lock(&self.tasks);
         tasks.retain(|(_, alive)| alive.strong_count() > 0);
         tasks.push((handle, alive));
     }
 
     /// Ends the tasks that live as long as the session.
     pub(super) fn end_tasks(&self) {
-        for (task, _) in self.tasks.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+        for (task, _) in lock(&self.tasks).drain(..) {
             task.abort();
         }
     }

@@ -1,11 +1,7 @@
 //! Ends a session's waits: with the awaited value, with a background failure, or at a deadline. Deadlines do not
 //! run while the job is paused, since every rank then waits for an operator.
 
-use std::{
-    future::Future,
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use std::{future::Future, sync::Mutex, time::Duration};
 
 use longshore_proto::JobName;
 use tokio::sync::watch;
@@ -14,6 +10,7 @@ use super::Options;
 use crate::{
     error::{Error, Result, StillPaused},
     host::{self, Instant},
+    lock,
 };
 
 /// A rank logs a wait of this length. Healthy steps take less time.
@@ -135,7 +132,7 @@ impl Waits {
 
     /// Returns true if a long wait may be logged now, `LONG` after the last report, and notes the time.
     pub(super) fn is_turn_to_tell(&self) -> bool {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = lock(&self.told);
         let turn = told.is_none_or(|told| told.elapsed() >= LONG);
         if turn {
             *told = Some(Instant::now());

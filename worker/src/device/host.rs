@@ -1,9 +1,12 @@
 //! The host as a device, for runs without an accelerator and for tests.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use super::{Budget, Buffer, Device, HostBuffer, Lease, Transfer};
-use crate::error::{DeviceError, Result};
+use crate::{
+    error::{DeviceError, Result},
+    lock,
+};
 
 pub struct HostDevice {
     budget: Budget,
@@ -45,17 +48,15 @@ impl Device for HostDevice {
     fn copy_in(&self, source: HostBuffer, target: &Buffer, offset: u64) -> Result<Transfer> {
         let memory: &HostBytes = target.memory(NAME, offset, source.len() as u64)?;
         let start = offset as usize;
-        memory.bytes.lock().unwrap_or_else(PoisonError::into_inner)[start..start + source.len()]
-            .copy_from_slice(&source);
+        lock(&memory.bytes)[start..start + source.len()].copy_from_slice(&source);
         Ok(Transfer::done(source))
     }
 
     fn copy_out(&self, source: &Buffer, offset: u64, mut target: HostBuffer) -> Result<Transfer> {
         let memory: &HostBytes = source.memory(NAME, offset, target.len() as u64)?;
         let start = offset as usize;
-        let bytes = memory.bytes.lock().unwrap_or_else(PoisonError::into_inner);
         let end = start + target.len();
-        target.copy_from_slice(&bytes[start..end]);
+        target.copy_from_slice(&lock(&memory.bytes)[start..end]);
         Ok(Transfer::done(target))
     }
 }

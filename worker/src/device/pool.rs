@@ -3,12 +3,13 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use super::{Budget, Lease};
 use crate::{
     error::Shortage,
+    lock,
     memfd::{Arena, Extent, GradientMemory, Piece},
 };
 
@@ -119,12 +120,12 @@ impl BufferPool {
 
     /// The most bytes held since the pool was made or emptied.
     pub(crate) fn most(&self) -> u64 {
-        self.lock().most
+        lock(&self.0.rest).most
     }
 
     /// Frees the idle buffers, and resets the peaks.
     pub(crate) fn empty(&self) {
-        let mut rest = self.lock();
+        let mut rest = lock(&self.0.rest);
         let idle = std::mem::take(&mut rest.idle);
         (rest.idle_bytes, rest.most_in_use, rest.most) = (0, rest.in_use, rest.in_use);
         drop(rest);
@@ -134,7 +135,7 @@ impl BufferPool {
     /// Takes a buffer of exactly `bytes`. Its contents are those of the last use.
     pub fn take(&self, bytes: usize) -> Result<PooledBuffer, Shortage> {
         let (found, surplus) = {
-            let mut rest = self.lock();
+            let mut rest = lock(&self.0.rest);
             let found = rest.take(bytes);
             rest.uses(bytes);
             let surplus = if self.0.is_tight { rest.surplus() } else { Vec::new() };
@@ -144,7 +145,7 @@ impl BufferPool {
         drop(surplus);
         let memory = match found {
             Some(memory) => memory,
-            None => self.allocate(bytes).inspect_err(|_| self.lock().in_use -= bytes as u64)?,
+            None => self.allocate(bytes).inspect_err(|_| lock(&self.0.rest).in_use -= bytes as u64)?,
         };
         Ok(PooledBuffer { memory: Some(memory), pool: self.clone() })
     }
@@ -154,7 +155,7 @@ impl BufferPool {
         // Idle buffers of other lengths are freed before the budget refuses.
         let lease = reserve().or_else(|_| {
             let idle = {
-                let mut rest = self.lock();
+                let mut rest = lock(&self.0.rest);
                 rest.idle_bytes = 0;
                 std::mem::take(&mut rest.idle)
             };
@@ -167,11 +168,6 @@ impl BufferPool {
         });
         let bytes = shared.map_or_else(|| Bytes::Own(vec![0; bytes]), Bytes::Shared);
         Ok(LeasedBytes { bytes, _lease: lease })
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Rest> {
-        // No code under this lock can leave it half changed.
-        self.0.rest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -195,7 +191,7 @@ impl PooledBuffer {
     /// again.
     pub(crate) fn abandon(mut self) {
         let Some(memory) = self.memory.take() else { return };
-        self.pool.lock().in_use -= memory.bytes.get().len() as u64;
+        lock(&self.pool.0.rest).in_use -= memory.bytes.get().len() as u64;
         if let LeasedBytes { bytes: Bytes::Shared(piece), .. } = memory {
             piece.abandon();
         }
@@ -218,7 +214,7 @@ impl Drop for PooledBuffer {
     fn drop(&mut self) {
         if let Some(memory) = self.memory.take() {
             let length = memory.bytes.get().len();
-            let mut rest = self.pool.lock();
+            let mut rest = lock(&self.pool.0.rest);
             rest.in_use -= length as u64;
             rest.idle_bytes += length as u64;
             rest.idle.entry(length).or_default().push(memory);

@@ -6,13 +6,15 @@ use std::{
     ops::Range,
     os::fd::{AsFd, BorrowedFd},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
 };
 
 use longshore_memory::{Mapping, Region, SharedFile};
 use longshore_wire::memfd::MAX_MEMORY_BYTES;
+
+use crate::lock;
 
 /// The size of the first extent. Each later extent is twice as large, so that few descriptors serve any size. An
 /// extent is only address space: pages are allocated when first written.
@@ -80,15 +82,10 @@ impl AsFd for Extent {
 }
 
 impl Arena {
-    fn lock(&self) -> MutexGuard<'_, Space> {
-        // Poisoning is ignored: a panic leaves no piece half cut or half freed.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes a piece of `bytes`. Its contents are zero, or those of its last use.
     pub(crate) fn take(&self, bytes: usize) -> io::Result<Piece> {
         let length = bytes.next_multiple_of(PAGE_BYTES);
-        let mut space = self.lock();
+        let mut space = lock(&self.0);
         let (extent, region) = match space.free.get_mut(&length).and_then(Vec::pop) {
             Some(found) => found,
             None => {
@@ -105,7 +102,7 @@ impl Arena {
 
     /// Keeps the pages of all pieces while the returned value lives.
     pub(crate) fn kept(&self) -> GradientMemory {
-        self.lock().users += 1;
+        lock(&self.0).users += 1;
         GradientMemory(self.clone())
     }
 }
@@ -114,13 +111,13 @@ impl GradientMemory {
     /// Addresses of the pieces, whole pages each, without the first `known` pieces. A reused piece is not listed
     /// again.
     pub fn pieces(&self, known: usize) -> Vec<Range<usize>> {
-        self.0.lock().cut.iter().skip(known).cloned().collect()
+        lock(&self.0.0).cut.iter().skip(known).cloned().collect()
     }
 }
 
 impl Drop for GradientMemory {
     fn drop(&mut self) {
-        self.0.lock().users -= 1;
+        lock(&self.0.0).users -= 1;
     }
 }
 
@@ -171,7 +168,7 @@ impl Drop for Piece {
     fn drop(&mut self) {
         let Some(mut region) = self.region.take() else { return };
         // The lock keeps other threads from page-locking pages that are being returned.
-        let mut space = self.arena.lock();
+        let mut space = lock(&self.arena.0);
         if space.users == 0
             && let Err(error) = region.give_back()
         {

@@ -15,7 +15,7 @@ mod stats;
 mod step;
 mod watch;
 
-use std::sync::{Arc, Mutex, PoisonError, atomic::AtomicU32};
+use std::sync::{Arc, Mutex, atomic::AtomicU32};
 
 use futures_util::future::AbortHandle;
 use longshore_proto::{Fault, Rank, Step, Version};
@@ -45,6 +45,7 @@ use crate::{
     envelope::MAX_TRAINER_BYTES,
     error::{Misuse, Result},
     host::Instant,
+    lock,
     push::Accumulator,
     session::{Joined, Session},
 };
@@ -167,7 +168,7 @@ impl Pipeline {
 
     /// Returns rank 0's `trainer_state` of the newest step that was decided since this rank joined. None on rank 0.
     pub fn of_rank_0(&self) -> Option<Vec<u8>> {
-        self.shared.trainer.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.shared.trainer).take()
     }
 
     /// Begins the next step. Waits until the version that the step reads is decided, also while the job is paused,

@@ -1,14 +1,10 @@
 //! Outcomes of steps. The trainer knows one half of an outcome, and the decision the other.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Mutex, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Mutex, time::Duration};
 
 use longshore_proto::{Step, Version};
 
-use crate::loss_scale;
+use crate::{lock, loss_scale};
 
 /// A decided step.
 #[derive(Clone, Debug, PartialEq)]
@@ -92,7 +88,7 @@ impl Outcomes {
     }
 
     fn change(&self, step: Step, change: impl FnOnce(&mut Halves)) {
-        let mut halves = self.halves.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut halves = lock(&self.halves);
         change(halves.entry(step).or_default());
         while halves.len() > MAX_UNREAD {
             halves.pop_first();
@@ -101,7 +97,7 @@ impl Outcomes {
 
     /// Takes the outcomes of steps that are decided and finished, oldest first.
     pub(super) fn take(&self) -> Vec<StepOutcome> {
-        let mut halves = self.halves.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut halves = lock(&self.halves);
         let mut taken = Vec::new();
         halves.retain(|&step, halves| match (&halves.0, &halves.1) {
             (Some(decided), Some(made)) => {

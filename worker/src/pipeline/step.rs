@@ -157,7 +157,7 @@ impl Pipeline {
         let job = (self.session.spec(), self.session.layout());
         let collector = Collector::new((plan.step, contribution), self.session.rank(), job, ways);
         let outbox = Outbox::new(gradients, plan.loss_scale, reading, finished);
-        Ok(Assembler::new(collector, outbox, self.feeds.now().cloned(), sums))
+        Ok(Assembler { collector, outbox, feed: self.feeds.now().cloned(), sums })
     }
 
     /// Returns the reading of the current micro-step's version.

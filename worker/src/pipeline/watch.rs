@@ -2,10 +2,7 @@
 //! server. Ranks other than 0 learn of commits. All ranks learn of pauses, resumes, and the servers that an operator
 //! wants.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, PoisonError},
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use longshore_proto::{Commit, Fault, FaultKind, Incarnation, Rank, ServerId, Step, Version, fault::READS};
 use longshore_wire::{
@@ -19,6 +16,7 @@ use crate::{
     envelope::Envelope,
     error::Result,
     host::Instant,
+    lock,
     push::Gradients,
     rank::RankState,
     session::{admit, admit_added, spread_on},
@@ -250,7 +248,7 @@ impl Watcher {
             scaler: None,
         };
         let trainer = Envelope::decode(&commit.trainer_state)?.trainer;
-        *self.shared.trainer.lock().unwrap_or_else(PoisonError::into_inner) = Some(trainer);
+        *lock(&self.shared.trainer) = Some(trainer);
         self.gradients.committed(commit.step);
         if paused {
             self.held = Some(decided);

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     cluster::{ByServer, Impatience},
     convert,
-    error::{Error, Outdated, Result},
+    error::{Error, Result},
     host::Instant,
     rank::cause,
 };
@@ -44,11 +44,6 @@ impl Drop for Handle {
 
 /// A run of flat elements in the memory of a server of this host, and the address of its first byte.
 pub type Lent = (Range<u64>, usize);
-
-/// Returns the byte range of `part` inside `range`. Elements are `size` bytes.
-fn of_part(range: &Range<u64>, part: &Range<u64>, size: u64) -> Range<usize> {
-    ((part.start - range.start) * size) as usize..((part.end - range.start) * size) as usize
-}
 
 impl Feed {
     pub(crate) fn open(pulls: &Arc<Pulls>, reading: Reading, order: &[Range<u64>]) -> Result<Feed> {
@@ -183,8 +178,9 @@ impl Feed {
 
     /// Returns the byte range of a segment that belongs to a flat range.
     fn within(&self, segment: &Segment, range: &Range<u64>) -> Range<usize> {
-        let part = segment.range.start.max(range.start)..segment.range.end.min(range.end);
-        of_part(&segment.range, &part, self.dtype().bytes())
+        let (first, size) = (segment.range.start, self.dtype().bytes());
+        let (start, end) = (first.max(range.start), segment.range.end.min(range.end));
+        ((start - first) * size) as usize..((end - first) * size) as usize
     }
 
     /// Waits, then returns the runs of these flat elements in the memory of servers of this host, in order, with
@@ -234,9 +230,7 @@ impl Feed {
         let limit = "kept by its server";
         let remedy = "read weights before the step after next that is made of them is pushed to its end";
         let fault = Fault::new(FaultKind::Precondition, "feed.version", self.version(), limit, remedy);
-        let server = cluster.owner_at(shard, Step(self.version().0));
-        let server = cluster.address(server).to_string();
-        Outdated { server, job: cluster.job().clone(), fault }.into()
+        cluster.outdated(cluster.owner_at(shard, Step(self.version().0)), fault)
     }
 
     fn foreign(&self, range: &Range<u64>) -> Error {

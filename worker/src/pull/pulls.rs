@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
@@ -19,6 +19,7 @@ use crate::{
     cluster::{Cluster, Met},
     device::BufferPool,
     error::{Error, Result, TimedOut},
+    lock,
     memfd::ImageMemory,
     meter::Meter,
     rank::RankState,
@@ -143,17 +144,17 @@ impl FeedInner {
     }
 
     pub(super) fn fail(&self, error: Error) {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        lock(&self.failure).get_or_insert(error);
         self.changed.notify_waiters();
     }
 
     pub(super) fn noted(&self, server: ServerId, fault: Fault) {
         tracing::debug!(server = self.pulls.cluster.address(server), %fault, version = self.reading.version().0, "pulling again");
-        *self.noted.lock().unwrap_or_else(PoisonError::into_inner) = Some((server, fault));
+        *lock(&self.noted) = Some((server, fault));
     }
 
     fn check(&self) -> Result<()> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), Err)
+        lock(&self.failure).clone().map_or(Ok(()), Err)
     }
 
     pub(super) async fn whole(&self, segments: &[Segment]) -> Result<()> {
@@ -176,7 +177,7 @@ impl FeedInner {
         let shard = segment.map(|segment| segment.shard);
         let step = Step(self.reading.version().0);
         let server = shard.map(|shard| cluster.owner_at(shard, step));
-        let noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let noted = lock(&self.noted).clone();
         let noted = noted.filter(|(from, _)| Some(*from) == server).map(|(_, fault)| fault);
         TimedOut {
             what: "weights",

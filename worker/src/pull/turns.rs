@@ -4,13 +4,15 @@
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
 };
 
 use longshore_proto::Version;
 use tokio::sync::Notify;
+
+use crate::lock;
 
 /// A pull is requested when at most this many bytes of earlier pulls are missing. So the link stays busy until its
 /// first bytes arrive, and the earlier pulls lose almost nothing.
@@ -57,15 +59,10 @@ impl Hurry {
 impl Turns {
     /// Enters a pull behind all others.
     pub(super) fn enter(self: &Arc<Self>, version: Version, bytes: u64, hurry: &Arc<Hurry>) -> Turn {
-        let mut waiting = self.lock();
+        let mut waiting = lock(&self.waiting);
         let number = waiting.last_key_value().map_or(0, |(last, _)| last + 1);
         waiting.insert(number, Waiting { version, missing: bytes });
         Turn { turns: self.clone(), number, hurry: hurry.clone() }
-    }
-
-    // No code under this lock can leave the map half changed.
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Waiting>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -88,7 +85,7 @@ impl Turn {
     }
 
     fn is_next(&self) -> bool {
-        let waiting = self.turns.lock();
+        let waiting = lock(&self.turns.waiting);
         let Some(mine) = waiting.get(&self.number) else { return true };
         let before = waiting.range(..self.number).filter(|(_, before)| before.version == mine.version);
         before.map(|(_, before)| before.missing).sum::<u64>() <= OVERLAP_BYTES
@@ -96,7 +93,7 @@ impl Turn {
 
     /// Notes that `bytes` have arrived.
     pub(super) fn arrived(&self, bytes: u64) {
-        if let Some(mine) = self.turns.lock().get_mut(&self.number) {
+        if let Some(mine) = lock(&self.turns.waiting).get_mut(&self.number) {
             mine.missing = mine.missing.saturating_sub(bytes);
         }
         self.turns.changed.notify_waiters();
@@ -105,7 +102,7 @@ impl Turn {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        self.turns.lock().remove(&self.number);
+        lock(&self.turns.waiting).remove(&self.number);
         self.turns.changed.notify_waiters();
     }
 }
@@ -194,7 +191,7 @@ mod tests {
                 }
             }
             drop(left);
-            prop_assert!(turns.lock().is_empty());
+            prop_assert!(lock(&turns.waiting).is_empty());
         }
     }
 }

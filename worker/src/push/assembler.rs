@@ -3,7 +3,7 @@
 use std::{
     collections::{HashMap, hash_map::Entry},
     ops::Range,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use longshore_proto::{
@@ -17,6 +17,7 @@ use crate::{
     convert,
     device::{BufferPool, PooledBuffer},
     error::{GradientError, Misuse, Result},
+    lock,
     pull::Feed,
 };
 
@@ -265,11 +266,11 @@ fn begin(plan: &ChunkSource<'_>, shard: ShardId, chunk: ChunkId, unit: u64) -> R
 /// Takes the gradient of one (step, micro-step), and sends it to the shards' owners.
 #[must_use = "call `finish` after the last `put`"]
 pub struct Assembler {
-    collector: Collector,
-    outbox: Outbox,
+    pub(crate) collector: Collector,
+    pub(crate) outbox: Outbox,
     /// The weights that backward computes with, until all of them have arrived.
-    feed: Option<Feed>,
-    sums: Option<Sums>,
+    pub(crate) feed: Option<Feed>,
+    pub(crate) sums: Option<Sums>,
 }
 
 /// Data of a micro-step whose sum the worker makes. Its gradient is added to the sums; the last micro-step sends
@@ -280,15 +281,6 @@ pub(crate) struct Sums {
 }
 
 impl Assembler {
-    pub(crate) fn new(
-        collector: Collector,
-        outbox: Outbox,
-        feed: Option<Feed>,
-        sums: Option<Sums>,
-    ) -> Assembler {
-        Assembler { collector, outbox, feed, sums }
-    }
-
     /// Takes lent gradients back once all weights of this feed have arrived. Servers no longer read the gradients of
     /// the step that made these weights, nor earlier ones. Usually all weights are there at the first `put`, whose
     /// gradient then reuses this memory.
@@ -390,7 +382,7 @@ impl Assembler {
         };
         collector.check(&plan, param, elements)?;
         let (dtype, place) = (plan.spec.gradient_dtype, plan.layout.param_range(param));
-        let mut sums = accumulator.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sums = lock(accumulator);
         if sums.is_last(*micro_step) {
             let mut write = |range: Range<usize>, target: &mut [u8]| {
                 let begins = plan.spec.leave_out && range.start == 0;

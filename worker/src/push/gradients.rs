@@ -3,10 +3,11 @@
 use std::sync::{Arc, OnceLock};
 
 use longshore_proto::{Rank, ServerId, ShardId, Step};
+use tokio::sync::mpsc;
 
-use super::{queues::Queues, retained::Retained};
+use super::{ChunkKey, retained::Retained};
 use crate::{
-    cluster::{ByServer, Cluster},
+    cluster::{ByServer, Cluster, Met},
     device::{BufferPool, PooledBuffer},
     error::{Misuse, Result, Shortage},
     memfd::GradientMemory,
@@ -24,6 +25,9 @@ pub(crate) enum Way {
     /// Lent as a whole: the server reads it in this process's memory.
     Lent,
 }
+
+/// Queues of chunks to send, by server and connection.
+pub(super) type Queues = Met<Vec<mpsc::Sender<ChunkKey>>>;
 
 pub(crate) struct Gradients {
     pub(super) cluster: Arc<Cluster>,
@@ -57,7 +61,7 @@ impl Gradients {
     }
 
     pub(crate) fn has_lanes(&self, server: ServerId) -> bool {
-        self.queues().is_ok_and(|queues| queues.has(server))
+        self.queues().is_ok_and(|queues| queues.get(server).is_some())
     }
 
     pub(super) fn queues(&self) -> Result<&Queues, Misuse> {

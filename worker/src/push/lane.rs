@@ -15,9 +15,9 @@ use tonic::Status;
 
 use super::{
     ChunkKey, Gradients,
-    queues::{LaneId, Queues},
+    gradients::Queues,
     refusal::{self, Verdict},
-    retained::Chunk,
+    retained::{Chunk, LaneId},
 };
 use crate::{
     cluster::{Backoff, Cluster},
@@ -33,13 +33,13 @@ const READY_REQUESTS: usize = 2;
 pub(crate) fn start_lanes(gradients: &Arc<Gradients>) {
     let queues = gradients.queues.get_or_init(Queues::default);
     for server in gradients.cluster.servers() {
-        queues.open(server, || lanes_to(gradients, server));
+        queues.get_or_make(server, || lanes_to(gradients, server));
     }
 }
 
 /// Opens the lanes to a server that has joined the job later.
 pub(crate) fn open_lanes(gradients: &Arc<Gradients>, server: ServerId) -> Result<(), Misuse> {
-    gradients.queues()?.open(server, || lanes_to(gradients, server));
+    gradients.queues()?.get_or_make(server, || lanes_to(gradients, server));
     Ok(())
 }
 

@@ -7,7 +7,6 @@ mod gradients;
 mod lane;
 mod nothing;
 mod outbox;
-mod queues;
 mod refusal;
 mod retained;
 
@@ -19,7 +18,7 @@ pub(crate) use assembler::{Collector, Sums};
 pub(crate) use gradients::{Gradients, Way};
 pub(crate) use lane::{open_lanes, start_lanes};
 pub(crate) use outbox::Outbox;
-pub use queues::ChunkKey;
+pub use retained::ChunkKey;
 pub(crate) use retained::Payload;
 
 use crate::error::Result;

@@ -8,7 +8,10 @@ use std::sync::{
 use tokio::sync::mpsc::error::TrySendError;
 use tracing::debug_span;
 
-use super::{ChunkKey, Gradients, Payload, queues::LaneId, retained::Chunk};
+use super::{
+    ChunkKey, Gradients, Payload,
+    retained::{Chunk, LaneId},
+};
 use crate::{
     cluster::Impatience,
     error::{Result, TimedOut},
@@ -62,7 +65,7 @@ impl Outbox {
         self.gradients.meter.moved((payload.bytes.len() * lanes.len()) as u64);
         let (loss_scale, reads) = (self.loss_scale, self.reading.reads());
         self.gradients.retained.keep(key, Chunk { payload, crc32, loss_scale, reads }, &lanes);
-        lanes.into_iter().try_for_each(|lane| match queues.of(lane).try_send(key) {
+        lanes.into_iter().try_for_each(|lane| match queues[lane.server][lane.connection].try_send(key) {
             Ok(()) => Ok(()),
             Err(TrySendError::Full(_)) => self.wait_for_room(lane, key),
             // The lane has ended with the session's failure, or its server is given up.
@@ -79,7 +82,7 @@ impl Outbox {
             let what = format!("server {server} to take gradients of {}", key.step);
             let room = async {
                 tokio::select! {
-                    sent = queues.of(lane).send(key) => sent.is_ok(),
+                    sent = queues[lane.server][lane.connection].send(key) => sent.is_ok(),
                     () = cluster.left(lane.server) => false,
                 }
             };

@@ -3,16 +3,43 @@
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
 };
 
 use bytes::Bytes;
 use longshore_proto::{ChunkId, MicroStep, Reads, ServerId, ShardId, Step};
+use longshore_wire::v1::PushResult;
 
-use super::queues::{ChunkKey, LaneId};
-use crate::{device::PooledBuffer, memfd::Extent};
+use crate::{device::PooledBuffer, lock, memfd::Extent};
+
+/// Key of a chunk of this rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ChunkKey {
+    pub step: Step,
+    pub micro_step: MicroStep,
+    pub shard: ShardId,
+    pub chunk: ChunkId,
+}
+
+impl From<&PushResult> for ChunkKey {
+    fn from(result: &PushResult) -> ChunkKey {
+        ChunkKey {
+            step: Step(result.step),
+            micro_step: MicroStep(result.micro_step),
+            shard: ShardId(result.shard),
+            chunk: ChunkId(result.chunk),
+        }
+    }
+}
+
+/// A data connection of a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LaneId {
+    pub(crate) server: ServerId,
+    pub(crate) connection: usize,
+}
 
 /// A chunk's bytes, and their place for servers of this host.
 #[derive(Clone)]
@@ -142,20 +169,15 @@ fn last_of(step: Step) -> ChunkKey {
 }
 
 impl Retained {
-    fn lock(&self) -> MutexGuard<'_, Entries> {
-        // Every change is one call on the map, or one number.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(crate) fn keep(&self, key: ChunkKey, chunk: Chunk, lanes: &[LaneId]) {
         let sending = |&lane: &LaneId| Sending { lane, sent: false, acknowledged: false };
         let copies = lanes.iter().map(sending).collect();
-        self.lock().by_key.insert(key, Entry { chunk, copies });
+        lock(&self.0).by_key.insert(key, Entry { chunk, copies });
     }
 
     /// Returns a chunk to send now to a server; None if its step has been committed meanwhile.
     pub(crate) fn send(&self, key: &ChunkKey, server: ServerId) -> Option<Chunk> {
-        self.lock().find(key).map(|entry| {
+        lock(&self.0).find(key).map(|entry| {
             let copies = entry.copies.iter_mut().filter(|copy| copy.lane.server == server);
             copies.for_each(|copy| copy.sent = true);
             entry.chunk.clone()
@@ -163,11 +185,11 @@ impl Retained {
     }
 
     pub(crate) fn contains(&self, key: &ChunkKey) -> bool {
-        self.lock().find(key).is_some()
+        lock(&self.0).find(key).is_some()
     }
 
     pub(crate) fn acknowledge(&self, key: &ChunkKey, server: ServerId) {
-        if let Some(entry) = self.lock().find(key) {
+        if let Some(entry) = lock(&self.0).find(key) {
             let copies = entry.copies.iter_mut().filter(|copy| copy.lane.server == server);
             copies.for_each(|copy| copy.acknowledged = true);
         }
@@ -177,7 +199,7 @@ impl Retained {
     /// not. A restarted server has forgotten what it acknowledged, and any other server answers with cheap
     /// duplicates. Chunks in the queue stay there.
     pub(crate) fn to_resend(&self, lane: LaneId) -> Vec<ChunkKey> {
-        let mut entries = self.lock();
+        let mut entries = lock(&self.0);
         let again = |(key, entry): (&ChunkKey, &mut Entry)| {
             let copy = entry.copies.iter_mut().find(|copy| copy.sent && copy.lane == lane)?;
             copy.acknowledged = false;
@@ -189,23 +211,23 @@ impl Retained {
     /// Returns true if a lane's server has not acknowledged every chunk that it was sent.
     pub(crate) fn owes(&self, lane: LaneId) -> bool {
         let owed = |copy: &Sending| copy.sent && !copy.acknowledged && copy.lane == lane;
-        self.lock().by_key.values().any(|entry| entry.copies.iter().any(owed))
+        lock(&self.0).by_key.values().any(|entry| entry.copies.iter().any(owed))
     }
 
     /// The newest step with a chunk; 0 without one.
     pub(crate) fn newest(&self) -> u64 {
-        self.lock().by_key.keys().next_back().map_or(0, |key| key.step.0)
+        lock(&self.0).by_key.keys().next_back().map_or(0, |key| key.step.0)
     }
 
     /// Number of chunks that are not acknowledged.
     pub(crate) fn unacknowledged(&self) -> usize {
         let is_open = |entry: &&Entry| entry.copies.iter().any(|copy| !copy.acknowledged);
-        self.lock().by_key.values().filter(is_open).count()
+        lock(&self.0).by_key.values().filter(is_open).count()
     }
 
     /// Returns true if servers may be reading gradients in this process.
     pub(crate) fn is_lending(&self) -> bool {
-        self.lock().by_key.values().any(|entry| entry.chunk.is_lent())
+        lock(&self.0).by_key.values().any(|entry| entry.chunk.is_lent())
     }
 
     /// Frees the chunks of steps up to the committed `step`. Lent chunks stay.
@@ -220,7 +242,7 @@ impl Retained {
     }
 
     fn free(&self, tell: impl FnOnce(&mut Entries)) {
-        let mut entries = self.lock();
+        let mut entries = lock(&self.0);
         tell(&mut entries);
         let freed = entries.free();
         drop(entries);

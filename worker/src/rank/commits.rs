@@ -1,6 +1,6 @@
 //! Sends rank 0's decisions to servers, and keeps the newest for servers that restart without them.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use longshore_proto::{Commit, Incarnation, Origin, ServerId, Step, Version};
 use longshore_wire::{
@@ -11,6 +11,7 @@ use longshore_wire::{
 use crate::{
     cluster::{ByServer, Cluster},
     error::Result,
+    lock,
 };
 
 /// A commit of this rank 0, and the origin of the contributions on each server that it was decided from.
@@ -37,15 +38,11 @@ impl OwnCommit {
 pub(crate) struct OwnCommits(Mutex<Vec<Arc<OwnCommit>>>);
 
 impl OwnCommits {
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<OwnCommit>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Keeps a commit, and forgets the oldest. Three are enough for a delayed step and an `nvme` server that came
     /// back one version behind.
     pub(crate) fn remember(&self, own: Arc<OwnCommit>) {
         const KEPT: usize = 3;
-        let mut commits = self.lock();
+        let mut commits = lock(&self.0);
         if commits.iter().all(|known| known.commit.step != own.commit.step) {
             commits.push(own);
         }
@@ -55,7 +52,7 @@ impl OwnCommits {
 
     /// Returns the commits after `step`, oldest first.
     pub(crate) fn after(&self, step: Step) -> Vec<Arc<OwnCommit>> {
-        self.lock().iter().filter(|own| own.commit.step > step).cloned().collect()
+        lock(&self.0).iter().filter(|own| own.commit.step > step).cloned().collect()
     }
 }
 

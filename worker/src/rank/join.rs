@@ -7,10 +7,7 @@ use longshore_wire::{
 };
 
 use super::{RankState, recover::check_reach};
-use crate::{
-    cluster::Cluster,
-    error::{Outdated, Result},
-};
+use crate::{cluster::Cluster, error::Result};
 
 /// Attempts for a required link before the first push. A server may die once or twice, but a host without any
 /// possible link should be reported soon.
@@ -61,7 +58,7 @@ impl RankState {
             request.world_size = 0;
         }
         let answer = join(cluster, server, request).await?;
-        self.links.offered(server, answer.memfd);
+        self.offered(server, answer.memfd);
         let (progress, joined_at) = (answer.progress.unwrap_or_default(), answer.joined_at);
         match joined_at.filter(|&at| at < progress.version) {
             None => Ok(progress),
@@ -69,8 +66,7 @@ impl RankState {
                 let limit = format!("{at}, at which this incarnation joined");
                 let remedy = "the rank joins with another incarnation";
                 let fault = Fault::new(FaultKind::Conflict, "version", progress.version, limit, remedy);
-                Err(Outdated { server: cluster.address(server).into(), job: cluster.job().clone(), fault }
-                    .into())
+                Err(cluster.outdated(server, fault))
             }
         }
     }
@@ -83,7 +79,7 @@ impl RankState {
         incarnation: Incarnation,
     ) -> Result<JobProgress> {
         let answer = join(cluster, server, request(cluster, incarnation)).await?;
-        self.links.offered(server, answer.memfd);
+        self.offered(server, answer.memfd);
         Ok(answer.progress.unwrap_or_default())
     }
 
@@ -111,14 +107,5 @@ impl RankState {
         }
         let linked = self.relink(cluster, server).await;
         linked.map_err(|fault| cluster.explain(server, "Link", None, fault))
-    }
-
-    /// Makes a missing link, if one is possible. Lanes call this; they notice a dead server by themselves, and
-    /// then try again.
-    ///
-    /// # Errors
-    /// Errors of [`RankState::first_link`].
-    pub(crate) async fn relink(&self, cluster: &Cluster, server: ServerId) -> Result<(), Fault> {
-        self.links.make(cluster, server, self.incarnation()).await
     }
 }

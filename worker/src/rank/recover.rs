@@ -14,7 +14,7 @@ use longshore_wire::v1::{DescribeResponse, Phase, StepBackRequest};
 use super::{RankState, commits::OwnCommit};
 use crate::{
     cluster::{Backoff, Cluster, Impatience},
-    error::{CallFailed, Error, Outdated, Result, StateLost},
+    error::{CallFailed, Error, Result, StateLost},
     host::{self, Instant},
 };
 
@@ -67,7 +67,7 @@ pub(crate) fn check_reach(
     let limit = format!("at least {}, which this process joined at", joined.0);
     let remedy = "the step between them is made again";
     let fault = Fault::new(FaultKind::Conflict, "version", version.0, limit, remedy);
-    Err(Outdated { server: cluster.address(server).into(), job: cluster.job().clone(), fault }.into())
+    Err(cluster.outdated(server, fault))
 }
 
 /// Returns true if a server has not heard of the decision on `step`.
@@ -190,7 +190,7 @@ async fn check_reproducible(cluster: &Cluster, server: ServerId, step: Step) -> 
     let remedy = "the step is taken back and made again";
     let limit = "of the processes that the step was decided with";
     let fault = Fault::new(FaultKind::Conflict, ORIGIN, value, limit, remedy);
-    Err(Outdated { server: cluster.address(server).into(), job: cluster.job().clone(), fault }.into())
+    Err(cluster.outdated(server, fault))
 }
 
 /// Takes the newest decision back on the servers that have it, if their tier keeps the version before. Earlier

@@ -1,7 +1,7 @@
 //! The state of a rank's process, with its links to all servers of this host.
 
 use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError,
+    Arc, Mutex, MutexGuard,
     atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
@@ -11,6 +11,7 @@ use longshore_wire::v1::MemfdOffer;
 use super::commits::OwnCommits;
 use crate::{
     cluster::{Cluster, Met, Transport},
+    lock,
     memfd::Link,
 };
 
@@ -22,9 +23,16 @@ pub(crate) struct RankState {
     /// Shared with the cluster.
     trained: Arc<AtomicBool>,
     /// Links with servers, over which shared memory is passed.
-    pub(super) links: Links,
+    links: Met<Mutex<LinkSlot>>,
     /// Rank 0's decisions, for servers that restart without them.
     pub(crate) commits: OwnCommits,
+}
+
+/// Link with one server, and the server's newest offer of a link.
+#[derive(Default)]
+struct LinkSlot {
+    offer: Option<MemfdOffer>,
+    link: Option<Arc<Link>>,
 }
 
 impl RankState {
@@ -34,7 +42,7 @@ impl RankState {
             incarnation: Arc::clone(&cluster.incarnation),
             joined_at: AtomicU64::new(0),
             trained: Arc::clone(&cluster.trained),
-            links: Links::default(),
+            links: Met::default(),
             commits: OwnCommits::default(),
         }
     }
@@ -68,62 +76,37 @@ impl RankState {
         self.trained.store(true, Relaxed);
     }
 
-    /// Returns the link with a server, if it works.
-    pub(crate) fn link(&self, server: ServerId) -> Option<Arc<Link>> {
-        self.links.open(server, self.incarnation())
-    }
-
-    /// Forgets a link that a server does not know.
-    pub(crate) fn forget_link(&self, server: ServerId) {
-        self.links.forget(server);
-    }
-}
-
-#[derive(Default)]
-pub(crate) struct Links(Met<Mutex<LinkSlot>>);
-
-#[derive(Default)]
-struct LinkSlot {
-    offer: Option<MemfdOffer>,
-    link: Option<Arc<Link>>,
-}
-
-impl Links {
-    fn of(&self, server: ServerId) -> MutexGuard<'_, LinkSlot> {
-        self.0.get_or_make(server, Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+    fn slot(&self, server: ServerId) -> MutexGuard<'_, LinkSlot> {
+        lock(self.links.get_or_make(server, Mutex::default))
     }
 
     /// Notes a server's offer of a link, from its answer to a join.
     pub(super) fn offered(&self, server: ServerId, offer: Option<MemfdOffer>) {
-        self.of(server).offer = offer;
-    }
-
-    /// Forgets a link that a server does not know. A newer link of another lane is dropped too, and made again.
-    pub(super) fn forget(&self, server: ServerId) {
-        self.of(server).link = None;
+        self.slot(server).offer = offer;
     }
 
     /// Returns the link with a server, if it works and was made by this incarnation.
-    pub(super) fn open(&self, server: ServerId, incarnation: Incarnation) -> Option<Arc<Link>> {
-        let link = self.of(server).link.clone();
-        link.filter(|link| link.incarnation == incarnation && link.is_open())
+    pub(crate) fn link(&self, server: ServerId) -> Option<Arc<Link>> {
+        let link = self.slot(server).link.clone();
+        link.filter(|link| link.incarnation == self.incarnation() && link.is_open())
     }
 
-    /// Makes a missing link, if one is possible.
+    /// Forgets a link that a server does not know. A newer link of another lane is dropped too, and made again.
+    pub(crate) fn forget_link(&self, server: ServerId) {
+        self.slot(server).link = None;
+    }
+
+    /// Makes a missing link, if one is possible. Lanes call this; they notice a dead server by themselves, and
+    /// then try again.
     ///
     /// # Errors
     /// The reason why there is no link, if the session requires one.
-    pub(super) async fn make(
-        &self,
-        cluster: &Cluster,
-        server: ServerId,
-        incarnation: Incarnation,
-    ) -> Result<(), Fault> {
-        let wanted = cluster.options.transport;
-        if !wanted.may_share() || self.open(server, incarnation).is_some() {
+    pub(crate) async fn relink(&self, cluster: &Cluster, server: ServerId) -> Result<(), Fault> {
+        let (wanted, incarnation) = (cluster.options.transport, self.incarnation());
+        if !wanted.may_share() || self.link(server).is_some() {
             return Ok(());
         }
-        let offer = self.of(server).offer.clone();
+        let offer = self.slot(server).offer.clone();
         let made = match offer {
             Some(offer) => {
                 Link::open(&offer, cluster.job().as_str(), cluster.options.rank, incarnation).await
@@ -134,7 +117,7 @@ impl Links {
         match made {
             Ok(link) => {
                 tracing::info!(server = address, transport = "memfd", "payloads go through shared memory");
-                self.of(server).link = Some(Arc::new(link));
+                self.slot(server).link = Some(Arc::new(link));
                 Ok(())
             }
             Err(fault) if wanted == Transport::Memfd => Err(fault),
