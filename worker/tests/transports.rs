@@ -1,45 +1,26 @@
 //! Equal bits over every transport, with any number of connections.
 
 use std::{
-    net::SocketAddr,
     thread,
     time::{Duration, Instant},
 };
 
-use longshore_proto::{Hyper, JobName, JobSpec, Param, Rank, Step};
-use longshore_server::{Config, Server};
+use longshore_proto::{Hyper, JobName, JobSpec, Rank, Step};
+use longshore_server::Config;
 use longshore_worker::{LossScaler, Options, Pipeline, PipelineOptions, Result, Session, Transport};
-use tokio::runtime::Runtime;
+
+use crate::{config, params, serve};
 
 const STEPS: u64 = 3;
 const WORLD: u32 = 2;
 const SIZES: [u64; 4] = [700_001, 64, 1_300_000, 5];
 
-struct Host {
-    server: Server,
-    socket: std::path::PathBuf,
-    runtime: Runtime,
-    _folder: tempfile::TempDir,
-}
-
-fn host() -> Host {
-    let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join("longshored.sock");
-    let defaults = Config::default_on(SocketAddr::from(([127, 0, 0, 1], 0)));
-    let config = Config { listen_unix: Some(socket.clone()), memory: 1 << 30, threads: 1, ..defaults };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    let server = runtime.block_on(Server::start(config)).unwrap();
-    Host { server, socket, runtime, _folder: folder }
-}
-
 fn spec(job: &str) -> JobSpec {
-    let param =
-        |(index, &size): (usize, &u64)| Param { name: format!("p{index}"), shape: vec![size], group: 0 };
     JobSpec {
         world_size: WORLD,
         micro_steps: 2,
         shard_elements: 10 * 65536,
-        ..JobSpec::new(JobName::parse("job", job).unwrap(), SIZES.iter().enumerate().map(param).collect())
+        ..JobSpec::new(JobName::parse("job", job).unwrap(), params(&SIZES))
     }
 }
 
@@ -102,9 +83,11 @@ fn train(
 
 #[test]
 fn every_transport_and_all_at_once_give_the_same_bits() {
-    let host = host();
-    let tcp = host.server.address().to_string();
-    let unix = format!("unix:{}", host.socket.display());
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("longshored.sock");
+    let unix = format!("unix:{}", socket.display());
+    let (server, runtime) = serve(Config { listen_unix: Some(socket), ..config() });
+    let tcp = server.address().to_string();
     use Transport::{Auto, Memfd, Tcp, Unix};
     let runs = [
         ("tcp-1", [(&tcp, Tcp); 2], 1),
@@ -135,6 +118,6 @@ fn every_transport_and_all_at_once_give_the_same_bits() {
         assert!(other.0 == results[0].0, "weights");
     }
     let begun = Instant::now();
-    host.runtime.block_on(host.server.drain()).unwrap();
+    runtime.block_on(server.drain()).unwrap();
     assert!(begun.elapsed() < Duration::from_secs(20));
 }
