@@ -106,14 +106,15 @@ impl Envelope {
         Some(Envelope { scaler, previous_loss_scale, origins, trainer: reader.0.to_vec() })
     }
 
-    /// Returns true if a scaler can have these values. Other values would divide by zero, or count without an end.
+    /// Returns true if a scaler can have these values. Other values would divide by zero, or overflow its counts.
     fn is_sound(&self) -> bool {
-        let LossScaler { options, scale, hysteresis_left, .. } = &self.scaler;
+        let LossScaler { options, scale, hysteresis_left, updates, last_overflow, .. } = &self.scaler;
         let numbers = [*scale, options.initial, options.min, self.previous_loss_scale];
         numbers.iter().all(|value| value.is_finite() && *value > 0.0)
             && options.window > 0
             && *hysteresis_left > 0
             && *hysteresis_left <= options.hysteresis
+            && i64::try_from(*updates).is_ok_and(|updates| (-1..updates).contains(last_overflow))
             && self.origins.len() <= MAX_SERVERS
     }
 }
@@ -165,7 +166,7 @@ mod tests {
         for length in 0..HEADER_BYTES + 2 * 8 {
             assert!(Envelope::decode(&bytes[..length]).is_err());
         }
-        for (at, value) in [(0, b'X'), (4, 3), (13, 0xFF), (38, 0), (HEADER_BYTES - 2, 1)] {
+        for (at, value) in [(0, b'X'), (4, 3), (13, 0xFF), (38, 0), (61, 0x80), (HEADER_BYTES - 2, 1)] {
             let mut damaged = bytes.clone();
             damaged[at] = value;
             if at == 38 {

@@ -117,7 +117,13 @@ impl Collector {
         write: &mut dyn FnMut(&[Slot]) -> Result<()>,
         mut outbox: impl FnMut(ChunkKey, Payload, u32) -> Result<()>,
     ) -> Result<()> {
-        gradients.iter().try_for_each(|&(param, elements)| self.accept(plan, param, elements))?;
+        for (at, &(param, elements)) in gradients.iter().enumerate() {
+            if let Err(error) = self.accept(plan, param, elements) {
+                gradients[..at].iter().for_each(|&(param, _)| self.awaited[param] = Some(true));
+                self.left += at;
+                return Err(error.into());
+            }
+        }
         let dtype = plan.spec.gradient_dtype;
         let (mut parts, mut slots, mut bytes) = (Vec::new(), Vec::new(), 0);
         let mut left = gradients.iter().enumerate().peekable();

@@ -133,6 +133,22 @@ fn wrong_puts_are_refused_by_name() {
     assert_eq!(put(1, 200), (None, Ok(())));
 }
 
+#[test]
+fn a_list_with_a_wrong_gradient_puts_none_of_them() {
+    let spec = spec(&[100, 200], 1, Dtype::Bf16);
+    let layout = spec.validate().unwrap();
+    let pool = BufferPool::new(Budget::unlimited("test"), "test");
+    let plan = ChunkSource { spec: &spec, layout: &layout, pool: &pool };
+    let ways = vec![Way::Chunks; layout.shards() as usize];
+    let mut collector = Collector::new((Step(1), MicroStep(0)), Rank(0), (&spec, &layout), ways);
+    let mut put = |gradients: &[(usize, u64)]| {
+        collector.put_together(&plan, gradients, &mut |_| Ok(()), |_, _, _| Ok(())).is_ok()
+    };
+    assert!(!put(&[(0, 100), (1, 199)]) && !put(&[(0, 100), (0, 100)]));
+    assert!(put(&[(0, 100), (1, 200)]));
+    assert_eq!(collector.finish(&spec), Ok(()));
+}
+
 /// A gradient that a device could not copy does not leave.
 #[test]
 fn a_chunk_whose_writing_failed_does_not_leave() {

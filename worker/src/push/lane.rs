@@ -23,7 +23,7 @@ use crate::{
     cluster::{Backoff, Cluster},
     error::{Error, Misuse, Result},
     host::Instant,
-    rank::recover,
+    rank::{recover, version},
 };
 
 /// Requests given to the transport ahead of its own window: one being framed, one ready.
@@ -285,14 +285,15 @@ async fn receive(
 /// Checks that a server has not lost versions since it was joined. A stream that begins after the server's restart
 /// never breaks.
 async fn check_not_behind(cluster: &Cluster, server: ServerId, least: Version) -> Result<(), Fault> {
-    let answer = cluster.describe(server, false, cluster.options.deadline).await;
-    let version = answer.ok().and_then(|answer| answer.progress).map_or(0, |progress| progress.version);
-    if version >= least.0 {
-        return Ok(());
-    }
+    let found = match cluster.describe(server, false, cluster.options.deadline).await {
+        Ok(answer) if version(&answer) >= least.0 => return Ok(()),
+        Ok(answer) => version(&answer).to_string(),
+        Err(_) if least == Version(0) => return Ok(()),
+        Err(error) => format!("unknown ({error})"),
+    };
     let limit = format!("at least {}, as when it was joined", least.0);
     let remedy = "the server is joined again, and what it lacks is sent again";
-    Err(Fault::new(FaultKind::Unavailable, "version", version, limit, remedy))
+    Err(Fault::new(FaultKind::Unavailable, "version", found, limit, remedy))
 }
 
 /// Receives the next results.
