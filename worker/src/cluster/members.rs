@@ -291,8 +291,7 @@ impl Cluster {
     /// Waits until a server has left the job, or is given up.
     pub(crate) async fn left(&self, server: ServerId) {
         loop {
-            let mut changed = std::pin::pin!(self.members.changed.notified());
-            changed.as_mut().enable();
+            let changed = self.members.changed.notified();
             if self.has_left(server) {
                 return;
             }
@@ -312,8 +311,7 @@ impl Cluster {
             if reached {
                 return;
             }
-            // A server that a session has just met may have joined between the two lines above.
-            let _ = host::timeout(Duration::from_millis(50), changed).await;
+            changed.await;
         }
     }
 

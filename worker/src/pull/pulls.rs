@@ -160,8 +160,6 @@ impl FeedInner {
     pub(super) async fn whole(&self, segments: &[Segment]) -> Result<()> {
         loop {
             let changed = self.changed.notified();
-            tokio::pin!(changed);
-            changed.as_mut().enable();
             self.check()?;
             if segments.iter().all(Segment::is_whole) {
                 return Ok(());

@@ -71,9 +71,6 @@ impl Turn {
     pub(super) async fn come(&self) {
         loop {
             let (changed, hurried) = (self.turns.changed.notified(), self.hurry.changed.notified());
-            tokio::pin!(changed, hurried);
-            changed.as_mut().enable();
-            hurried.as_mut().enable();
             if self.is_next() || self.hurry.needed.load(Ordering::Acquire) {
                 return;
             }
