@@ -1,5 +1,6 @@
 //! Rank 0's decision on a step, made from the servers' gradient statistics. The function is pure and adds in block
-//! order. Its bits depend neither on the number of servers nor on the order of their statistics.
+//! order. Its bits depend neither on the number of servers nor on the order of their statistics. Called by the
+//! pipeline's driver.
 
 use std::ops::Range;
 

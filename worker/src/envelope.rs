@@ -1,5 +1,6 @@
-//! Encodes a commit's `trainer_state`: the loss scaler after that commit, the origins of its contributions, and
-//! the trainer's own bytes. A restarted worker needs nothing else.
+//! Encodes a commit's `trainer_state`: the loss scaler after that commit, the origins of its contributions, and the
+//! trainer's own bytes. Rank 0's driver writes them, and ranks that join read them. A restarted worker needs nothing
+//! else.
 
 use longshore_proto::{
     Fault, Origin,
@@ -23,7 +24,7 @@ use crate::loss_scale::{LossScaler, LossScalerOptions};
 /// | 4, then 8 for each | servers, and the origin of the step's contributions on each of them |
 /// | rest | the trainer's |
 ///
-/// Magic and version come first so that a foreign client's state is told from a damaged one.
+/// Magic and version come first: they tell a foreign client's state from a damaged state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Envelope {
     pub(crate) scaler: LossScaler,

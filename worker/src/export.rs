@@ -1,4 +1,5 @@
-//! Receives one server's part of an export, and checks it: a version's weights, or all of its state.
+//! Receives one server's part of an export, and checks it: a version's weights, or all of its state. Called by
+//! `session::export` for all servers at once.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
 //! The host of a session: clock, tasks, random numbers and links. Tokio and sockets provide them, unless the calling
-//! thread belongs to a simulated host. All waits of this library go through here, so that a simulation orders them.
+//! thread belongs to a simulated host. All waits of this library go through here, which lets a simulation order them.
 
 use std::{
     cell::RefCell,

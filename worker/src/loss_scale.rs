@@ -150,7 +150,7 @@ impl LossScaler {
             return Event::Kept;
         }
         self.hysteresis_left = self.options.hysteresis;
-        // Times world size and micro-steps a scale stays within `GRADIENT_SCALES`.
+        // A scale times world size and micro-steps stays within `GRADIENT_SCALES`.
         self.scale = (self.scale * FACTOR).min(LARGEST.max(self.scale));
         Event::Raised
     }

@@ -111,7 +111,7 @@ fn a_feed_is_exact_and_its_memory_is_reused() {
 
 #[test]
 fn the_first_pull_has_the_link_until_it_is_there() {
-    // Each of two parameters is 8 MiB on the wire, in shards of 1 MiB, and takes the link for one second.
+    // Each of two parameters is 8 MiB on the wire, in shards of 1 MiB. The link takes one second for each.
     const ELEMENTS: u64 = 64 * BLOCK_ELEMENTS;
     const SHARD: u64 = 8 * BLOCK_ELEMENTS;
     let (address, _runtime) = serve();

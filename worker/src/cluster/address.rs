@@ -1,4 +1,5 @@
-//! A server's address: checked before it is dialled, and dialled. Payloads of its connections can bypass HTTP/2.
+//! Checks a server's address and dials it, on the session's runtime. `Peer` opens its connections here. Payloads can
+//! bypass HTTP/2 by taps.
 
 use std::{
     future::Future,
@@ -20,7 +21,7 @@ use tower_service::Service;
 
 use super::pace::{Pace, Paced};
 
-/// A checked address, with the connector that dials it.
+/// Checked address, with the dialler of its connections.
 #[derive(Clone)]
 pub struct Address {
     endpoint: Endpoint,

@@ -1,4 +1,4 @@
-//! Values for servers of a job, by the server's number: answers of a call to several, and what a session has of each.
+//! Values by a server's number: `ByServer` holds answers of one call, `Met` a session's state for each server.
 
 use std::{
     ops::{Index, IndexMut},
@@ -37,7 +37,7 @@ impl<T> ByServer<T> {
         self.0.into_iter().map(|(server, value)| (server, change(value))).collect()
     }
 
-    /// The first server for whose value `is_so` holds.
+    /// First server whose value satisfies `is_so`.
     pub(crate) fn find(&self, is_so: impl Fn(&T) -> bool) -> Option<ServerId> {
         self.iter().find(|(_, value)| is_so(value)).map(|(server, _)| server)
     }
@@ -83,8 +83,8 @@ impl<T> IntoIterator for ByServer<T> {
     }
 }
 
-/// Values of a session for the servers that it has met. Servers join while others are in use. A value stays until the
-/// session ends, so readers need no lock.
+/// Values for the servers that a session has connected with. Servers join while others are in use. A value stays
+/// until the session ends, so readers need no lock.
 pub(crate) struct Met<T>(Vec<OnceLock<Box<T>>>);
 
 impl<T> Default for Met<T> {

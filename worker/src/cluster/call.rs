@@ -1,4 +1,5 @@
-//! Calls servers. A failed transport leads to another attempt; a server's fault becomes the most specific `Error`.
+//! Calls one server or all servers, for every act of a session. A failed transport leads to another attempt. A
+//! server's fault becomes the most specific `Error`.
 
 use std::{future::Future, sync::atomic::Ordering::Relaxed, time::Duration};
 
@@ -23,7 +24,7 @@ use crate::{
     host::{self, Instant},
 };
 
-/// Field of the fault of a server that was started again, and holds nothing of a job that others have.
+/// Field of a fault: the server was restarted, and lacks a job that other servers hold.
 pub(super) const FORGOTTEN: &str = "state";
 /// The longest wait of a call whose caller has other work.
 const GLANCE: Duration = Duration::from_secs(2);
@@ -32,11 +33,11 @@ impl Cluster {
     /// Calls one server until it answers, for at most `deadline`. `call` is the RPC's name, for errors. `request`
     /// must be idempotent, as all control calls of the protocol are.
     ///
-    /// Attempts after a failed transport go on for the session's deadline, even if `deadline` is longer. This time
-    /// counts from the first failure of a row. A call that had run for longer than `SILENCE` starts a new row.
+    /// After a failed transport, attempts go on for the session's deadline, even if `deadline` is longer. That time
+    /// counts from the first of consecutive failures. A call that fails after `SILENCE` counts as a first failure.
     ///
-    /// A server that recovers the job is alive, and reads all of its state. The call is repeated for
-    /// `slow_deadline`; then the server has `deadline` to answer.
+    /// A server that recovers the job reads all of its state. The call is repeated for `slow_deadline` meanwhile.
+    /// After the recovery the server has `deadline` to answer.
     pub(crate) async fn call<T, F, Answer>(
         &self,
         server: ServerId,
@@ -103,8 +104,8 @@ impl Cluster {
         }
     }
 
-    /// Returns the fault of a server's answer. A server without the job was started again. This counts as silence where
-    /// others have its shards: rank 0 gives the server up. A job that is deleted is on no server.
+    /// Returns the fault of a server's answer. A server without the job was restarted, or the job is deleted. Where
+    /// other servers hold the shards, the fault becomes `Unavailable`, and rank 0 gives the server up.
     pub(crate) fn fault(&self, server: ServerId, status: &Status) -> Fault {
         let fault = fault_from_status(status, self.address(server));
         let is_gone = fault.kind == FaultKind::NotFound && fault.field == "job";
@@ -143,13 +144,13 @@ impl Cluster {
         }
     }
 
-    /// Returns the error of a process whose data a server contradicts.
+    /// Returns `Outdated`: the server went on with other data than this process holds.
     pub(crate) fn outdated(&self, server: ServerId, fault: Fault) -> Error {
         Outdated { server: self.address(server).to_string(), job: self.job().clone(), fault }.into()
     }
 
-    /// Runs `act` on every server concurrently. The first failure cancels the others. A server that is given up meanwhile
-    /// has no answer.
+    /// Runs `act` on every server concurrently. The first failure cancels the others. The result lacks servers that
+    /// are given up meanwhile.
     pub(crate) async fn on_all<T, Act>(&self, act: impl Fn(ServerId) -> Act) -> Result<ByServer<T>>
     where
         Act: Future<Output = Result<T>>,
@@ -160,7 +161,7 @@ impl Cluster {
         Ok(answers.filter_map(|(server, answer)| Some((server, answer?))).collect())
     }
 
-    /// Awaits a server's answer. None: the server is given up.
+    /// Awaits a server's answer. Returns None if the server is given up.
     pub(crate) async fn unless_lost<T>(
         &self,
         server: ServerId,
@@ -200,8 +201,8 @@ impl Cluster {
         self.describe_for(server, state_hash, (deadline, self.options.slow_deadline.max(deadline))).await
     }
 
-    /// Describes the job on a server within 2 s, for a caller that waits for something else. Neither a dead server
-    /// nor a recovering one is waited for.
+    /// Describes the job on a server within 2 s, for a caller with other work. A dead or recovering server is an
+    /// error.
     pub(crate) async fn glance(&self, server: ServerId) -> Result<DescribeResponse> {
         self.describe_for(server, false, (GLANCE, Duration::ZERO)).await
     }

@@ -1,4 +1,5 @@
-//! Connects a session with the servers of its job: the listed ones, and those that the job has been moved to.
+//! Connects a session with its job's servers: the listed servers, and servers that the job has moved to.
+//! `Cluster::connect` calls this once, before any other call.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +18,7 @@ use crate::{
     host::{self, Instant},
 };
 
-/// The listed servers that a session begins with.
+/// Listed servers that are connected, and lost servers.
 #[derive(Default)]
 struct Reached {
     /// By place in the list.
@@ -27,7 +28,8 @@ struct Reached {
 }
 
 impl Cluster {
-    /// Connects with the listed servers; then, if the job's servers have changed since it was opened, with those.
+    /// Connects with the listed servers. If the job's servers have changed since it was opened, connects with the new
+    /// servers too, and returns the members.
     pub(super) async fn connect_all(&self, servers: &[String]) -> Result<Option<Members>> {
         let (Reached { peers, mut lost }, found) = self.discover_all(servers).await?;
         let asked: Vec<Peer> = peers.values().cloned().collect();
@@ -44,7 +46,7 @@ impl Cluster {
                 self.members.readdress(self.moved_from(&known).await);
             }
             self.give_up(&lost);
-            // The first placement may not allow these losses: then a newer one exists, and its answer was lost.
+            // If the first placement does not allow these losses, a newer placement exists whose answer was lost.
             for server in self.servers() {
                 self.meet(server, &self.placement().servers[server.0 as usize]).await?;
             }
@@ -97,7 +99,7 @@ impl Cluster {
         Ok(Some(members))
     }
 
-    /// Connects with the listed servers, and asks them for the newest placement until all answers that tell are there.
+    /// Connects with the listed servers, and asks for the newest placement until the answers settle it.
     async fn discover_all(&self, servers: &[String]) -> Result<(Reached, Discovered)> {
         let (start, mut backoff) = (Instant::now(), Backoff::new());
         let end = start + self.options.deadline;
@@ -118,8 +120,8 @@ impl Cluster {
         }
     }
 
-    /// Connects with these servers until the deadline. A silent one is left out as soon as the others know that the job is not
-    /// there any more. `known` ones are connected already.
+    /// Connects with `servers` until the deadline. A silent server is left out once the others say that the job has
+    /// left it. Peers in `known` are connected already.
     async fn reach(&self, servers: &[String], start: Instant, known: &[Peer]) -> Result<Reached> {
         let time = (start, start + self.options.deadline);
         let dial = |(server, address): (ServerId, &'_ String)| {
@@ -145,7 +147,8 @@ impl Cluster {
         }
     }
 
-    /// The servers that rank 0 has reached at another address than a placement's, and that do not answer there any more.
+    /// Servers that rank 0 has reached at another address than the placement's, which no longer answers. Empty on
+    /// other ranks.
     async fn moved_from(&self, placement: &Placement) -> Vec<MemberAddress> {
         let moved = async |server: ServerId| {
             let (known, peer) = (&placement.servers[server.0 as usize], self.peers.get(server)?);
@@ -163,7 +166,7 @@ impl Cluster {
         join_all(placement.members().map(moved)).await.into_iter().flatten().collect()
     }
 
-    /// Connects with a server. Where others may have its shards, it also has to answer: its process may be stopped.
+    /// Connects with a server. In a job with replicas the server must answer too, since its process may be stopped.
     async fn find(&self, address: &str, time: (Instant, Instant)) -> Result<Peer> {
         let peer = self.dial(address, time).await?;
         let mut backoff = Backoff::new();
@@ -176,7 +179,8 @@ impl Cluster {
         Ok(peer)
     }
 
-    /// Returns true if the job needs no server that is not reached yet. Rank 0 gives up those that are silent for long.
+    /// Returns true if the job needs none of the servers that are not reached yet. Rank 0 gives up servers that are
+    /// silent for long.
     async fn goes_without(&self, servers: &[String], reached: &mut Reached, start: Instant) -> bool {
         let job = self.job().as_str();
         let mut peers: Vec<Peer> = reached.peers.values().cloned().collect();
@@ -184,7 +188,7 @@ impl Cluster {
         let known =
             || peers.iter().zip(&seen).filter_map(|(peer, seen)| Some((peer, seen.as_ref().ok()?.as_ref()?)));
         let farthest = known().max_by_key(|(_, seen)| seen.progress());
-        // Words on losses name servers by their number in the job, which the list of this rank may not have in order.
+        // Losses are named by the server's number in the job. This rank's list may have another order.
         let placement = match farthest {
             Some((peer, _)) => placement_of(peer, job).await,
             None => Some(Placement::clone(&self.placement())),
@@ -215,7 +219,7 @@ impl Cluster {
             let address = |server: ServerId| placement.servers[server.0 as usize].clone();
             let members: BTreeMap<ServerId, String> =
                 placement.members().map(|server| (server, address(server))).collect();
-            // As in a later look, a server that is given up has no voice, and counts as a member.
+            // As in `Losses::look`, a server that is given up has no vote, and counts as a member.
             let asked = members.iter().filter(|(server, _)| !reached.lost.contains(server));
             let answers: Vec<_> = asked.map(|(&server, address)| (server, answer(address))).collect();
             let known = |address: &str| peers.iter().find(|peer| peer.address == address).cloned();
@@ -229,7 +233,7 @@ impl Cluster {
     /// Connects with a server, retrying until the end of `time`.
     pub(crate) async fn dial(&self, address: &str, time: (Instant, Instant)) -> Result<Peer> {
         let connections = self.options.connections;
-        // Calls of a server in this process run on this session's threads, which a caller's runtime need not have.
+        // Calls of an embedded server run on this session's own threads. A caller's runtime may have none to spare.
         let may_be_here = self.options.transport.may_share() && self.pace.is_none() && self.runtime.is_own();
         if let Some(channel) = local::channel(address).filter(|_| may_be_here) {
             return Ok(Peer::without_sockets(address, connections, &channel));

@@ -1,8 +1,8 @@
-//! Servers of a job with replicas that are gone for good, as an operator or rank 0 says.
+//! Gives up lost servers of a job with replicas.
 //!
-//! A task of each session asks all servers for words: every second on rank 0, every five seconds on other ranks. Rank 0
-//! gives up a server that was started again and holds nothing of the job. A server that stays silent while most servers
-//! answer is given up too. A minority never gives up others: both sides of a broken link would go on without the other.
+//! A task of each session asks all servers for losses: every second on rank 0, every five seconds elsewhere.
+//! Operators report losses to servers. Rank 0 gives up restarted servers without the job, and silent servers while
+//! most servers answer. A minority never gives up others: both sides of a broken link would go on without the other.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -28,19 +28,19 @@ use crate::{
     host::{self, Instant},
 };
 
-/// Time between two looks of rank 0.
+/// Period of looks on rank 0.
 pub(super) const LOOK: Duration = Duration::from_secs(1);
-/// Time between two looks of another rank.
+/// Period of looks on another rank.
 const HEAR: Duration = Duration::from_secs(5);
 
 /// A member's answer to one look.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Answer {
-    /// The server has state of the job.
+    /// The server holds state of the job.
     Filled,
     /// The server waits for weights.
     Loading,
-    /// The server was started again, and holds nothing of the job.
+    /// The server was restarted, and lacks the job.
     Forgetful,
     Silent,
     SilentForLong,
@@ -57,8 +57,8 @@ impl Answer {
     }
 }
 
-/// Returns the servers to give up. None while a server may still answer or has no state yet. A silent one is given up
-/// only if most of the `members` answer.
+/// Returns the servers to give up. Empty while a server may still answer or waits for weights. Silent servers are
+/// given up only if most of the `members` answer.
 fn lost(answers: &[(ServerId, Answer)], members: usize) -> Vec<ServerId> {
     let count = |of: Answer| answers.iter().filter(|(_, answer)| *answer == of).count();
     let (filled, silent) = (count(Answer::Filled), count(Answer::SilentForLong));
@@ -71,13 +71,13 @@ fn lost(answers: &[(ServerId, Answer)], members: usize) -> Vec<ServerId> {
 }
 
 impl Cluster {
-    /// Time for which a server is silent until rank 0 gives it up. Ranks wait three times as long.
+    /// Silence after which rank 0 gives a server up. Ranks wait for three times as long.
     pub(super) fn silence(&self) -> Duration {
         self.options.deadline / 3
     }
 
-    /// Tells servers which ones are lost, by their answers, unless one of them has the last of a shard. Returns the lost
-    /// ones.
+    /// Finds lost servers by all `answers`, and tells the others. If any server refuses, as for the last holder of a
+    /// shard, no server is given up. Returns the lost servers.
     pub(super) async fn say_lost(
         &self,
         answers: &[(ServerId, Answer)],
@@ -102,7 +102,7 @@ impl Cluster {
                 let tell = || host::timeout(GLANCE, async { peer.admin().scale(request.clone()).await });
                 let told = match tell().await {
                     Ok(told) => told,
-                    // Ranks wait no longer than for another look or two.
+                    // A second attempt delays ranks by no more than two looks.
                     Err(_) => tell().await.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer"))),
                 };
                 told.map_err(|status| fault_from_status(&status, &peer.address))
@@ -141,26 +141,27 @@ impl Cluster {
         retired.is_ok()
     }
 
-    /// Ends the job on a lost server that runs again. Returns true once the server holds nothing of the lost number.
+    /// Ends the job on a lost server that runs again. Returns true once the server holds no shards under its lost
+    /// number.
     async fn end_lost(&self, server: ServerId) -> bool {
         match self.glance(server).await {
             // The server was silent while the job went on without it.
             Ok(answer) if answer.server == server.0 => {
                 self.retire(server, Incarnation(self.incarnation.load(Relaxed)), GLANCE).await
             }
-            // The job has it again, by another number.
+            // The job has taken the server back, under another number.
             Ok(_) => true,
             Err(error) => matches!(error, Error::StateLost(_)),
         }
     }
 }
 
-/// Looks at all servers until the session ends.
+/// Looks at all servers until the session ends, in a task on the session's runtime.
 pub(crate) struct Losses {
     cluster: Arc<Cluster>,
     silent: BTreeMap<ServerId, Instant>,
     looked: Instant,
-    /// Servers that this process has given up. The job takes them back.
+    /// Servers that this process has given up. The job takes them back once they run again.
     gone: BTreeSet<ServerId>,
     /// Lost servers that run again and hold nothing of the job.
     ended: BTreeSet<ServerId>,
@@ -180,7 +181,7 @@ impl Losses {
         }
     }
 
-    /// Hears the words of all servers. On rank 0, gives up those that are lost.
+    /// Asks all servers for losses. On rank 0, gives up lost servers.
     pub(crate) async fn look(&mut self) {
         let Losses { cluster, silent, looked, gone, ended } = self;
         let mut removed = cluster.lost();
@@ -188,7 +189,7 @@ impl Losses {
             let is_member = cluster.placement().members().any(|member| member == *server);
             cluster.options.rank == Rank(0) && !is_member && !ended.contains(server)
         });
-        // A lost server is asked beside the others, so that a look takes no longer than one wait.
+        // Lost servers are asked together with the others: a look then takes one wait.
         let end_lost = removed.iter().map(|&server| cluster.end_lost(server));
         let (answers, have_ended) = join(cluster.hear_of_losses(), join_all(end_lost)).await;
         let mut leading = answers.values().flatten().filter_map(|answer| answer.ranks.first());
@@ -205,7 +206,7 @@ impl Losses {
         }
         let now = Instant::now();
         if now.duration_since(*looked) > 2 * (LOOK + GLANCE) {
-            // This process was stopped meanwhile.
+            // This process was stopped meanwhile: the silence may be its own.
             silent.clear();
         }
         *looked = now;

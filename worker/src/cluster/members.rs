@@ -1,4 +1,5 @@
-//! The servers of a job as commits change them: the placement, the connected servers, and the discovery of both.
+//! The job's servers as this rank knows them: placement, connected servers and losses. Decisions change them during
+//! the session. Also asks servers for a newer placement.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,10 +25,10 @@ use crate::{
     host::{self, Instant},
 };
 
-/// The longest wait for a server's word on the placement, when a session begins.
+/// The longest wait for a server's answer about the placement.
 pub(super) const GLANCE: Duration = Duration::from_secs(2);
 
-/// The placement as of the newest decision that this rank knows, and the servers that it is connected with.
+/// Placement of the newest decision that this rank knows, and the connected servers.
 pub(super) struct Members {
     state: RwLock<State>,
     changed: Notify,
@@ -36,20 +37,20 @@ pub(super) struct Members {
 struct State {
     placement: Arc<Placement>,
     connected: Vec<ServerId>,
-    /// Servers that are gone for good, as an operator says. A decision of rank 0 will say so too.
+    /// Servers that are given up. A decision of rank 0 removes them from the placement later.
     lost: BTreeSet<ServerId>,
-    /// Servers that have said to hold nothing of the job.
+    /// Servers that answered without the job.
     forgetful: BTreeSet<ServerId>,
-    /// A server that rank 0 has given up runs again, without the job.
+    /// True if a server that rank 0 has given up runs again, without the job.
     is_back: bool,
-    /// Servers that rank 0 reaches at another address than the job's servers do.
+    /// Servers that rank 0 reaches at another address than the placement's.
     moved: Vec<MemberAddress>,
-    /// The tier in which each server keeps the job, as its answers say.
+    /// Tier of each server's part of the job, by the server's last answer.
     tiers: BTreeMap<ServerId, TierKind>,
 }
 
 impl State {
-    /// The placement's servers, and those that joined and await the decision that adds them.
+    /// The placement's servers, and joined servers that a coming decision adds.
     fn members(&self) -> impl Iterator<Item = ServerId> {
         let added = |server: &&ServerId| server.0 as usize >= self.placement.servers.len();
         self.placement.members().chain(self.connected.iter().filter(added).copied())
@@ -75,7 +76,7 @@ impl Members {
         changed
     }
 
-    /// Notes the addresses of servers that answer at another one than the job's servers know.
+    /// Notes servers that answer at another address than the placement's.
     pub(super) fn readdress(&self, moved: Vec<MemberAddress>) {
         self.change(|state| {
             let servers = &mut Arc::make_mut(&mut state.placement).servers;
@@ -106,7 +107,7 @@ impl Cluster {
         self.members.read(|state| Arc::clone(&state.placement))
     }
 
-    /// The job's servers with their addresses, also those that await the decision that adds them.
+    /// The job's servers with their addresses, also joined servers that a coming decision adds.
     pub(super) fn members(&self) -> BTreeMap<ServerId, String> {
         self.members.read(|state| {
             let known = |server: ServerId| state.placement.servers.get(server.0 as usize);
@@ -120,7 +121,7 @@ impl Cluster {
         self.members.read(|state| state.connected.clone()).into_iter()
     }
 
-    /// Notes the tier in which a server keeps the job, as its answer says. A server of an earlier version says none.
+    /// Notes the tier that a server's answer names. Servers of an earlier release name none.
     pub(crate) fn keeps(&self, server: ServerId, tier: i32) {
         let Some(tier) = TierKind::from_number(tier) else { return };
         if self.members.read(|state| state.tiers.get(&server) == Some(&tier)) {
@@ -133,8 +134,8 @@ impl Cluster {
         }
     }
 
-    /// The tier in which a server keeps the job. A server that has not said it takes the others' tier, or else the
-    /// spec's. The others' longest-lasting tier counts, so that no state there is taken for lost.
+    /// Tier of a server's part of the job. An unknown tier counts as the longest-lasting known tier, or else as the
+    /// spec's. With a shorter-lived tier, state that survives would count as lost.
     pub(crate) fn tier(&self, server: ServerId) -> TierKind {
         let known = self.members.read(|state| {
             let of = state.tiers.get(&server).or_else(|| state.tiers.values().max());
@@ -148,17 +149,17 @@ impl Cluster {
         self.servers().any(|server| self.tier(server).properties().durable_later)
     }
 
-    /// The server whose order of events counts.
+    /// The first connected server, whose order of events counts.
     pub(crate) fn first(&self) -> ServerId {
         self.members.read(|state| state.connected.first().copied().unwrap_or_default())
     }
 
-    /// The server that ranks pull a shard's version of a step from: its owner, unless that is lost.
+    /// Server from which ranks pull a shard after a step: the owner, unless the owner is lost.
     pub(crate) fn owner_at(&self, shard: ShardId, step: Step) -> ServerId {
         self.source_at(shard, step, 0)
     }
 
-    /// The server that is asked for a shard's version of a step after some failures: all that may have it, in turn.
+    /// Server to ask for a shard after a step and some failed attempts. Attempts go round the living holders.
     pub(crate) fn source_at(&self, shard: ShardId, step: Step, failures: usize) -> ServerId {
         self.members.read(|state| {
             let mut sources = state.placement.sources_at(shard, step);
@@ -190,13 +191,12 @@ impl Cluster {
         shards.filter(|&shard| placement.holders_at(shard, step).any(|holder| holder == server)).collect()
     }
 
-    /// Takes an operator's word that these servers are gone for good: they are waited for no more. Ignored where nothing
-    /// would be left of a shard.
+    /// Gives servers up: no call waits for them any more. Ignored if a shard would lose its last holder.
     pub(crate) fn give_up(&self, lost: &[ServerId]) {
         self.members.give_up(lost);
     }
 
-    /// Asks every server which ones are given up: one that was given up itself may not know. Returns the answers.
+    /// Asks every server for losses, since a server that was given up itself may not know. Returns the answers.
     pub(crate) async fn hear_of_losses(&self) -> ByServer<Result<DescribeResponse>> {
         let answers = self.on_each(|server| self.glance(server)).await;
         let scaling = answers.values().flatten().filter_map(|answer| answer.scaling.as_ref());
@@ -208,8 +208,8 @@ impl Cluster {
         answers
     }
 
-    /// Gives up the servers that the newest placement does not have. No server keeps the word on a loss after its decision, and
-    /// this rank may wait for that decision from the lost server itself.
+    /// Gives up the servers that the newest placement lacks. Servers forget a loss once it is decided. This rank may
+    /// be waiting for that decision from the lost server itself.
     async fn hear_of_decided_losses(&self, answers: &ByServer<Result<DescribeResponse>>) {
         let epoch = |answer: &DescribeResponse| answer.scaling.as_ref().map_or(0, |scaling| scaling.epoch);
         let known =
@@ -223,7 +223,7 @@ impl Cluster {
         self.give_up(&placement.members().filter(has_gone).collect::<Vec<_>>());
     }
 
-    /// Notes that a server of the job holds nothing of it. Returns true if others have all of its shards.
+    /// Notes that a server lacks the job. Returns true if other servers hold all of its shards.
     pub(super) fn is_made_up_for(&self, server: ServerId) -> bool {
         self.members.change(|state| {
             state.forgetful.insert(server);
@@ -238,25 +238,26 @@ impl Cluster {
         self.members.change(|state| state.is_back = true);
     }
 
-    /// Returns true once after a server came back: the job may have it again.
+    /// Returns true once after a server came back. A plan may then add the server again.
     pub(crate) fn takes_back(&self) -> bool {
         self.members.read(|state| state.is_back)
             && self.members.change(|state| std::mem::take(&mut state.is_back))
     }
 
-    /// The servers that are given up, and that no decision says to be lost yet.
+    /// Servers that are given up, and still in the placement.
     pub(crate) fn given_up(&self) -> Vec<ServerId> {
         self.members
             .read(|state| state.placement.members().filter(|server| state.lost.contains(server)).collect())
     }
 
-    /// The servers that were given up since this session met them.
+    /// Given-up servers that this session had connected with.
     pub(crate) fn lost(&self) -> Vec<ServerId> {
         let lost = self.members.read(|state| state.lost.clone());
         lost.into_iter().filter(|&server| self.peers.get(server).is_some()).collect()
     }
 
-    /// Takes a change of the placement that was decided with `step`. Removed servers are no servers of the job any more.
+    /// Applies a change of the placement that was decided with `step`. Removed and lost servers count as
+    /// disconnected.
     pub(crate) fn change_placement(&self, change: &PlacementChange, step: Step) {
         let max_delay = self.spec().max_delay;
         self.members.change(|state| {
@@ -283,7 +284,7 @@ impl Cluster {
         self.members.read(|state| state.has_left(server))
     }
 
-    /// The servers that answer at another address than the job's servers know.
+    /// Servers that answer at another address than the placement's.
     pub(crate) fn moved(&self) -> Vec<MemberAddress> {
         self.members.read(|state| state.moved.clone())
     }
@@ -330,8 +331,8 @@ impl Cluster {
         self.peers.get_or_make(server, || peer);
     }
 
-    /// Asks the first server for the newest placement: a decision may have changed it since this rank began to join, or
-    /// a step back may have taken a change back. A rank with lanes joins its servers before it sets the placement, since
+    /// Asks the first server for the newest placement. Since this rank began to join, a decision may have changed it,
+    /// or a step back restored an older one. A rank with lanes joins new servers before it sets the placement, since
     /// gradients go to owners at once.
     pub(crate) async fn newest_placement(&self) -> Option<Placement> {
         let peer = [self.peers[self.first()].clone()];
@@ -358,7 +359,7 @@ impl Cluster {
         Ok(Placement::from_wire(answer.await?.placement)?)
     }
 
-    /// The ends of waits that begin now: for a silent server, and for one that recovers the job.
+    /// Ends of two waits that begin now: for a silent server, and for a server that recovers the job.
     fn patience(&self) -> (Instant, Instant) {
         let now = Instant::now();
         (now + self.options.deadline, now + self.options.slow_deadline)
@@ -381,8 +382,8 @@ impl Cluster {
         Ok(!new.is_empty())
     }
 
-    /// Returns `Outdated` if the job's servers have changed since this rank connected. `server` has refused a call. Servers
-    /// that the job has left are asked as well, since it may be back there.
+    /// Returns `Outdated` if the job's servers have changed since this rank connected. `server` has refused a call.
+    /// Former servers are asked as well, since the job may be back there.
     pub(crate) async fn check_not_moved(&self, server: &str) -> Result<()> {
         let (placement, job) = (self.placement(), self.job());
         let members: Vec<&Peer> = self.servers().map(|server| &self.peers[server]).collect();
@@ -422,17 +423,17 @@ impl Cluster {
     }
 }
 
-/// Answers of a job's servers on its placement.
+/// Placement of a job by its servers' answers.
 pub(super) enum Discovered {
     Changed {
         /// The placement of the farthest server.
         placement: Placement,
-        /// The number by which each peer takes part in it.
+        /// Number of each peer in the placement. None for a peer that is no member.
         numbers: Vec<Option<ServerId>>,
         /// Servers that are given up.
         lost: Vec<ServerId>,
     },
-    /// No server knows of another placement than the first one. `has_job` is a peer with the job.
+    /// All servers know the first placement only. `has_job` is the index of a peer with the job.
     Unchanged { has_job: Option<usize> },
     /// The answer of this peer is missing. The placement may have changed.
     Unclear(usize),
@@ -447,8 +448,8 @@ impl Discovered {
     }
 }
 
-/// Asks servers whether those of a job have changed. Unless another one knows, a server that recovers the job is waited
-/// for until `recovered`, and a silent one until `end`.
+/// Asks peers whether the job's servers have changed. Unless another peer knows, silent peers are awaited until
+/// `end`, recovering peers until `recovered`.
 pub(super) async fn discover(job: &str, peers: &[Peer], (end, recovered): (Instant, Instant)) -> Discovered {
     let mut backoff = Backoff::new();
     loop {
@@ -483,7 +484,7 @@ pub(super) async fn discover(job: &str, peers: &[Peer], (end, recovered): (Insta
     }
 }
 
-/// A server's word on a job.
+/// A server's answer about a job.
 pub(super) struct Seen {
     pub(super) version: Version,
     pub(super) server: ServerId,
@@ -497,14 +498,14 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// The order of servers by their progress. A server that was prepared for a move already has the placement after the move. At
-    /// version 0 its phase alone tells it from a server that takes part.
+    /// Sort key of servers by progress. A server prepared for a move already has the placement after that move. At
+    /// version 0 only its phase differs from the phase of a server in use.
     pub(super) fn progress(&self) -> (Version, bool, Epoch, bool) {
         (self.version, !self.is_loading, self.epoch, self.changed)
     }
 }
 
-/// Asks a server for a job. None: the job is not there.
+/// Asks a server about a job. Returns None if the job is not there.
 pub(super) async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Fault> {
     let request = DescribeRequest { job: job.into(), brief: true, ..Default::default() };
     let asked = host::timeout(GLANCE, async { peer.admin().describe(request).await }).await;

@@ -1,4 +1,5 @@
-//! The servers of one job, as one rank reaches them: connections, calls until an answer comes, and waits.
+//! The servers of one job as one rank reaches them: connections, repeated calls, and waits. A session owns one
+//! `Cluster`, and shares it with background tasks.
 
 mod address;
 mod by_server;
@@ -57,8 +58,8 @@ pub(crate) struct Cluster {
 }
 
 impl Cluster {
-    /// Connects to every server, retrying until the deadline. Servers without a shard would take part in no step,
-    /// so a job of few shards is placed on the first servers.
+    /// Connects to every server, retrying until the deadline. A job with fewer shards than servers is placed on the
+    /// first servers.
     pub(crate) fn connect(mut options: Options) -> Result<Cluster> {
         let layout = options.validate()?;
         let shards = layout.shards();

@@ -81,8 +81,8 @@ impl FromStr for Transport {
     }
 }
 
-/// The next incarnation that a process takes; 0 before its first session. Sessions that share it are of one process:
-/// a later one never replaces a process that has taken the rank since the first one began.
+/// Next incarnation of a process; 0 before its first session. All sessions of the process share the value. So a later
+/// session never replaces a newer process that has taken the rank.
 #[derive(Clone, Debug, Default)]
 pub struct Process(Arc<AtomicU64>);
 
@@ -96,7 +96,7 @@ impl Process {
         let _ = self.0.compare_exchange(0, first.max(1), Relaxed, Relaxed);
     }
 
-    /// Returns true if `newest` is of a later process: this one has begun, and gives smaller numbers.
+    /// Returns true if `newest` belongs to a later process: this process has begun, and gives smaller numbers.
     pub(crate) fn is_replaced_by(&self, newest: u64) -> bool {
         self.has_begun() && newest >= self.0.load(Relaxed)
     }
@@ -121,7 +121,7 @@ pub struct Options {
     pub rank: Rank,
     /// Number of ranks that take part until they start anew: at most `spec.world_size`.
     pub world_size: u32,
-    /// The process of this session and of those that it starts over with.
+    /// Process of this session. A session that starts over shares it.
     pub process: Process,
     /// The longest wait for an event that is immediate in a healthy job: a connection, another rank, a step.
     pub deadline: Duration,
@@ -129,11 +129,11 @@ pub struct Options {
     pub slow_deadline: Duration,
     /// The longest wait for an operator while the job is paused.
     pub pause_deadline: Duration,
-    /// Data connections per server, beside one for control calls. The speed of a connection is the speed of the
-    /// task that frames it. On two cores 1, 2 and 4 connections took about the same CPU time a GB; with more cores
-    /// more connections pay.
+    /// Data connections per server, beside one for control calls. A connection is as fast as the task that frames its
+    /// bytes. On two cores 1, 2 and 4 connections took about the same CPU time a GB. With more cores, more
+    /// connections pay.
     pub connections: usize,
-    /// How many chunks (of 1 MiB) may queue for one data connection before `put` blocks.
+    /// Chunks (of 1 MiB) that may queue for one data connection before `put` blocks.
     pub in_flight_chunks: usize,
     /// Host memory for weights under way and gradients retained.
     pub host_budget: Budget,

@@ -1,8 +1,8 @@
-//! Bounds a rank's wait for other ranks, and says whom the rank waits for: in the log meanwhile, and in the error at
-//! the deadline.
+//! Bounds a rank's waits for other ranks. The log names the awaited rank meanwhile, and the error does at the
+//! deadline. Every blocking call and background task of a session waits here.
 //!
-//! A live rank may say nothing for minutes: it evaluates, compiles its model or writes a checkpoint. A dead rank
-//! should be named soon.
+//! A live rank may be silent for minutes: evaluations, compilers and checkpoints take as long. A dead rank should be
+//! named soon.
 
 use std::{
     collections::BTreeMap,
@@ -199,14 +199,13 @@ fn waits(answer: Result<DescribeResponse>) -> Option<String> {
 }
 
 impl Cluster {
-    /// Returns `TimedOut` with the cause: the dead server, or the rank and shard that the decision on the step
-    /// waits for.
+    /// Returns `TimedOut` with its cause: a dead server, or the rank and shard that the step's decision lacks.
     pub(crate) async fn late(&self, what: &'static str, version: Version, waited: Duration) -> Error {
         let answers = self.on_each(|server| self.glance(server)).await;
         let reason = |(server, answer)| Some((server, self.troubles.of(server).or_else(|| reason(answer))?));
         let reasons = answers.into_iter().filter_map(reason);
-        // A dead server explains why another server waits, and state that cannot be fetched why gradients are missing.
-        // A missing gradient explains why others lack the decision.
+        // Causes come before effects: a dead server, state that cannot be fetched, a missing gradient, a missing
+        // decision.
         let worst = reasons.max_by_key(|(_, fault)| {
             let waits = |what: &str| fault.value.contains(what);
             (fault.kind == FaultKind::Unavailable, waits(STATE_AWAITED), !waits(DECISION_AWAITED))

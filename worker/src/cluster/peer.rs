@@ -1,4 +1,4 @@
-//! Connections of a server: one for control, several for data.
+//! Connections of a server: one for control, several for data. The session's `Cluster` keeps them until it ends.
 
 use std::{
     future::{Future, ready},
@@ -28,8 +28,7 @@ use crate::{
     host::{self, Instant},
 };
 
-/// A call that lasted longer than this proves that its server was alive meanwhile: without answers to pings the call
-/// would have ended.
+/// A call that lasted longer had a living server: without answers to pings the call would have ended.
 pub(super) const SILENCE: Duration = KEEP_ALIVE.saturating_mul(2).saturating_add(CONNECT);
 
 /// A data connection. Large answers may bypass HTTP/2. Clones are cheap.

@@ -1,16 +1,15 @@
-//! Exponential back-off with jitter, so that many workers do not call a restarted server at the same instant.
+//! Exponential back-off with jitter: many workers do not call a restarted server at the same instant.
 
 use std::time::Duration;
 
 use crate::host::{self, Instant};
 
 const FIRST: Duration = Duration::from_millis(20);
-/// The longest pause. A restarted server is then found within a second, and a dead one costs each worker one small
-/// packet a second.
+/// The longest pause. A restarted server is found within a second, and a dead server costs one small packet a second.
 const LONGEST: Duration = Duration::from_secs(1);
 
-/// Returns the new end of a row of attempts, after an attempt that began at `asked`. An attempt longer than
-/// `deadline` waited for a server that recovered the job and has only now come back: the time begins anew.
+/// Returns the new end of repeated attempts, after an attempt that began at `asked`. An attempt longer than
+/// `deadline` has waited for a server's recovery, so the time begins anew.
 pub(crate) fn renewed(end: Instant, asked: Instant, deadline: Duration) -> Instant {
     if asked.elapsed() > deadline { Instant::now() + deadline } else { end }
 }

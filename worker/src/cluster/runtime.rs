@@ -22,7 +22,7 @@ use crate::{
     lock,
 };
 
-/// The period of the question, in a waiting call.
+/// Period at which a waiting call asks its `Interrupt`.
 const PERIOD: Duration = Duration::from_millis(50);
 
 /// A question that a waiting call asks on its own thread, twenty times a second. The answer true ends the wait
@@ -66,7 +66,7 @@ pub(crate) struct Runtime {
 enum Executor {
     /// The session's own runtime.
     Own(tokio::runtime::Runtime),
-    /// The caller's.
+    /// The caller's runtime.
     Given(Handle),
     Simulated(Arc<dyn SimulatedHost>),
     /// Shut down with the session.
@@ -127,8 +127,8 @@ impl Runtime {
         done.unwrap_or_else(|| Err(Interrupted.into()))
     }
 
-    /// Blocks this thread on `future` for a moment, without timers of the runtime: its thread wakes for each, and
-    /// competes with this one for their lock. Returns None if the moment has passed.
+    /// Blocks this thread on `future` for a moment. Timers of the runtime are avoided: their thread would wake, and
+    /// compete with this thread for their lock. Returns None after the moment.
     pub(crate) fn block_briefly<T>(&self, future: impl Future<Output = T>) -> Option<T> {
         if Handle::try_current().is_ok() {
             return None; // see `block_on`
@@ -166,8 +166,8 @@ impl Runtime {
         Task { abort, result }
     }
 
-    /// Starts a task that lives as long as the session. Such a task keeps the cluster alive, and the cluster keeps
-    /// the runtime alive. Only `end_tasks` breaks this cycle.
+    /// Starts a task that lives as long as the session. The task keeps the cluster alive, and the cluster the
+    /// runtime. Only `end_tasks` breaks this cycle.
     pub(crate) fn spawn_for_session(&self, task: impl Future<Output = ()> + Send + 'static) {
         let runs = Arc::new(());
         let alive = Arc::downgrade(&runs);
@@ -207,7 +207,7 @@ fn own() -> Result<tokio::runtime::Runtime> {
     })
 }
 
-/// A background task. Dropping the `Task` aborts it, since nobody can await it then.
+/// A background task. Dropping the `Task` aborts it.
 pub(crate) struct Task<T> {
     abort: AbortHandle,
     result: oneshot::Receiver<T>,

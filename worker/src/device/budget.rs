@@ -1,4 +1,4 @@
-//! A count of bytes from which leases are taken. The budget does not know where the memory is.
+//! Counts bytes against a limit, as leases of devices and pools. The budget does not know where the memory is.
 
 use std::sync::{
     Arc,

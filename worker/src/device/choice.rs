@@ -1,4 +1,4 @@
-//! Chooses the device of a run, by name or by what the machine has.
+//! Chooses a run's device by name, or by the GPUs of the machine.
 
 use std::{fmt, str::FromStr, sync::Arc};
 

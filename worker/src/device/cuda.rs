@@ -29,8 +29,8 @@ struct DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        // SAFETY: `allocate` got the address from the driver in this context, only this drop frees it, and transfers
-        // hold a clone of the buffer until the device is done with it.
+        // SAFETY: `allocate` got the address from the driver in this context, and only this drop frees it. A transfer
+        // holds a clone of the buffer until the device is done with it.
         let freed = self.context.bind_to_thread().and_then(|()| unsafe { result::free_sync(self.address) });
         if let Err(error) = freed {
             tracing::error!(?error, "device memory could not be freed");
@@ -46,8 +46,8 @@ struct Pinned {
     bytes: usize,
 }
 
-// SAFETY: the memory is owned by this value alone and reachable from any thread; the driver's calls on it bind the
-// context to the calling thread first.
+// SAFETY: this value alone owns the memory, which any thread can reach. Calls of the driver first bind the context to
+// the calling thread.
 unsafe impl Send for Pinned {}
 
 impl HostMemory for Pinned {
@@ -179,8 +179,8 @@ impl Device for CudaDevice {
     fn allocate(&self, field: &str, bytes: u64) -> Result<Buffer> {
         let lease = self.budget.reserve(field, bytes)?;
         self.bind()?;
-        // The driver refuses zero bytes; one is never touched.
-        // SAFETY: the context is bound; the memory is not read before something is copied in.
+        // The driver refuses zero bytes, so an empty buffer has one unused byte. SAFETY: the context is bound; the
+        // memory is not read before something is copied in.
         let address = unsafe { result::malloc_sync(bytes.max(1) as usize) }.map_err(|error| {
             failed(
                 &self.name,
@@ -215,8 +215,8 @@ impl Device for CudaDevice {
         source.check::<Pinned>(&self.name)?;
         let memory: &DeviceMemory = target.memory(&self.name, offset, source.len() as u64)?;
         self.bind()?;
-        // SAFETY: `memory` checked the bounds. The transfer owns both ends until its event has happened, and the memory that
-        // the source points to, which `check` found to be this device's own, does not move with it.
+        // SAFETY: `memory` checked the bounds. The transfer owns both ends until its event has happened. `check`
+        // found the source to be page-locked memory, which does not move with its owner.
         unsafe { result::memcpy_htod_async(memory.address + offset, &source, self.copies.cu_stream()) }
             .map_err(|error| failed(&self.name, "cuMemcpyHtoDAsync", error, DRIVER))?;
         self.transfer(source, target)
@@ -226,7 +226,7 @@ impl Device for CudaDevice {
         target.check::<Pinned>(&self.name)?;
         let memory: &DeviceMemory = source.memory(&self.name, offset, target.len() as u64)?;
         self.bind()?;
-        // SAFETY: as in `copy_in`; nobody reads the target before the transfer gives it back.
+        // SAFETY: as in `copy_in`. No code reads the target before the transfer returns it.
         unsafe { result::memcpy_dtoh_async(&mut target, memory.address + offset, self.copies.cu_stream()) }
             .map_err(|error| failed(&self.name, "cuMemcpyDtoHAsync", error, DRIVER))?;
         self.transfer(target, source)

@@ -1,8 +1,8 @@
 //! Memory of the host and of accelerators behind one trait, `Device`. Allocation enforces a budget, so "this model
 //! does not fit" is the same typed error on any machine.
 //!
-//! A framework brings its own device: it implements [`Device`], keeps its memory in [`Buffer`] and [`HostBuffer`],
-//! and reports the end of a copy with an [`Event`].
+//! A framework can bring its own device: an implementation of [`Device`], with memory in [`Buffer`] and
+//! [`HostBuffer`]. An [`Event`] reports the end of a copy.
 
 mod budget;
 mod buffer;

@@ -1,5 +1,5 @@
-//! A pool of host buffers: after the first step nothing is allocated any more. Idle buffers keep their lease, so
-//! the budget shows the memory that is really held.
+//! A pool of host buffers: after the first step nothing is allocated any more. Idle buffers keep their lease, so the
+//! budget shows the memory that is really held. All threads of a session share a pool.
 
 use std::{
     collections::HashMap,
@@ -21,7 +21,7 @@ struct Shelf {
     budget: Budget,
     field: &'static str,
     rest: Mutex<Rest>,
-    /// True if idle buffers are freed so that the pool never holds more than its most bytes in use at once.
+    /// True if idle buffers are freed: the pool then holds no more than its peak of bytes in use.
     is_tight: bool,
     /// The source of buffers that other processes may read.
     arena: Option<Arena>,

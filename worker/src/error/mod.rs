@@ -1,7 +1,6 @@
-//! Every failure of the worker library. Each has a struct of its own, so that callers can match on it, and names a
-//! remedy.
+//! Failures of the worker library. Each failure is a struct that callers can match on, and names a remedy.
 //!
-//! All are `Clone`: a background failure is kept, and every later call returns it.
+//! All are `Clone`: a session keeps its background failure, and every later call returns it.
 
 mod call;
 mod local;

@@ -1,5 +1,5 @@
-//! A job's state is lost, of different versions, or would have to be deleted. Each error says what exists, where,
-//! and how the state comes back.
+//! Failures about a job's state: lost, of different versions, or to be deleted. Each error names the remaining state,
+//! its servers, and the way back.
 
 use std::time::Duration;
 
@@ -7,8 +7,8 @@ use longshore_proto::{JobName, Lifetime, TierKind, Version, fault::DELETED};
 
 use super::Error;
 
-/// A server does not hold the job's state: it restarted with the `memory` tier, or without the folders of that
-/// state. Or the job was deleted.
+/// A server lacks the job's state. The server restarted with tier `memory` or without its folders, or the job was
+/// deleted.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("server {server} lost the state of job {job}: {detail}{}", way_on(self))]
 pub struct StateLost {
@@ -18,7 +18,7 @@ pub struct StateLost {
     pub detail: String,
 }
 
-/// Names the ways to regain lost state, unless the server has said that the job was deleted and how to go on.
+/// Names the ways to regain lost state. Empty if the server's answer names them, as for a deleted job.
 fn way_on(StateLost { tier, detail, .. }: &StateLost) -> String {
     if detail.contains(DELETED) { String::new() } else { format!(". {}", regain(*tier)) }
 }
@@ -155,7 +155,7 @@ fn listed(versions: &[(String, Version)]) -> String {
     said.join(", ")
 }
 
-/// A restore that only some servers could do. Nothing has started, and those servers wait for weights again.
+/// A restore that some servers could not do. The others wait for weights again, and no server trains.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "the restore of job {job} was taken back on {}, where it waits for weights again{}: {cause}. Put that right, then \

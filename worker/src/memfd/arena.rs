@@ -1,4 +1,5 @@
-//! Memory for a worker's gradients that servers of its host can map.
+//! Memory for a worker's gradients that servers of its host can map. A pool of buffers owns the arena. Any thread may
+//! take and free pieces.
 
 use std::{
     collections::HashMap,

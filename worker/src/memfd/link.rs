@@ -1,5 +1,5 @@
 //! The worker's end of a link: the socket over which a server and this rank share memory. A server's images are
-//! mapped through it.
+//! mapped through it. The rank's state owns the links, and lanes and fetches use them.
 
 use std::{collections::HashMap, ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
 

@@ -1,5 +1,4 @@
-//! Payloads through shared memory: gradients in memory of this rank that servers of the host map, weights in the
-//! servers' memory.
+//! Payloads through shared memory. Servers of the host map this rank's gradients, and this rank maps their weights.
 
 mod arena;
 mod link;

@@ -1,4 +1,4 @@
-//! Decides steps on rank 0, in order, in a task beside the trainer. The driver takes gradient statistics, sends
+//! Decides steps on rank 0, in order, in a task that the pipeline owns. The driver takes gradient statistics, sends
 //! commits, and pauses the job at the smallest loss scale.
 
 use std::{sync::Arc, time::Duration};
@@ -59,8 +59,8 @@ pub(super) struct Driver {
     pub(super) scaler: LossScaler,
     /// Parameters that the steps so far left out, or that the job's initial state left out.
     pub(super) left_out: Vec<LeftOut>,
-    /// Ends when the last commit is durable on every server. The next commit waits for that. So after the crash of
-    /// any server all servers have one version in common, and at most one step is sent again.
+    /// Ends when the last commit is durable on every server. The next commit waits for that. After the crash of any
+    /// server, all servers then have one version in common. At most one step is sent again.
     pub(super) durable: Option<Task<Result<()>>>,
     pub(super) moves: Moves,
 }

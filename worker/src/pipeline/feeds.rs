@@ -1,4 +1,5 @@
-//! Feeds of the current step and of the next step. Weights are requested as early as possible.
+//! Feeds of the current step and of the next step. Weights are requested as early as possible. The pipeline owns
+//! them, on the trainer's thread.
 
 use std::ops::Range;
 
@@ -56,8 +57,7 @@ impl Feeds {
         self.next.as_ref()
     }
 
-    /// Makes the feed of `version` the current step's: the feed kept from the step before, the feed opened ahead,
-    /// or a new one.
+    /// Makes the feed of `version` the current step's. The feed was kept, was opened ahead, or is opened now.
     pub(super) fn take(&mut self, session: &Session, weights: &Weights, version: Version) -> Result<()> {
         let of = |feed: &Feed| feed.version() == version;
         if self.now.as_ref().is_some_and(of) {
@@ -71,7 +71,7 @@ impl Feeds {
         Ok(())
     }
 
-    /// Drops the current feed unless its version is `version`, so that its memory serves the next feed.
+    /// Drops the current feed unless its version is `version`. The memory then serves the next feed.
     pub(super) fn keep_only(&mut self, version: Version) {
         self.now = self.now.take().filter(|feed| feed.version() == version);
     }
@@ -144,8 +144,8 @@ impl Pipeline {
         self.upcoming().ok_or_else(|| Misuse("the pipeline pulls on demand: use Pipeline::pull").into())
     }
 
-    /// Returns true if the images of the last step's version differ from the master weights. Such images correct
-    /// the delay of the steps that read them.
+    /// Returns true if the images of the last step's version differ from the master weights. Corrected images make up
+    /// for the delay of the steps that read them.
     pub fn images_are_corrected(&self) -> bool {
         self.options.corrects(self.last)
     }
@@ -166,9 +166,8 @@ impl Pipeline {
         matches!(self.options.weights, Weights::OnDemand)
     }
 
-    /// Returns a feed of some flat ranges of `version`. A requested feed is shared if it covers them; otherwise
-    /// they are pulled. `version` is that of the current step, of the next step, or the version that was drained
-    /// to.
+    /// Returns a feed of some flat ranges of `version`. A requested feed is shared if it covers them; otherwise they
+    /// are pulled. `version` is the current step's, the next step's, or the version of the last drain.
     pub fn pull(&mut self, version: Version, order: &[Range<u64>]) -> Result<Feed> {
         let reading = match self.feeds.of(version) {
             Some(feed) if order.iter().all(|range| feed.covers(range)) => return Ok(feed.clone()),

@@ -1,5 +1,5 @@
-//! Moves a job that makes no steps, in place of rank 0: an operator's command fences the ranks, and gives all servers
-//! another placement of the version that they have. Called by `longshore scale` where no rank is connected.
+//! Moves a job without ranks. An operator's command fences rank 0, and gives all servers a new placement of their
+//! version. Called by `longshore scale` where no rank is connected.
 //!
 //! Each placement is on all servers before the next one is sent:
 //!
@@ -9,8 +9,8 @@
 //! arrived         nothing is on its way: next owners are asked for the version too, and servers without shards leave
 //! ```
 //!
-//! A command that dies between two servers leaves two placements of one version. The next rank 0, or command, sends the
-//! newer one to the rest before it does anything else.
+//! A command that dies between two servers leaves two placements of one version. The next rank 0 or command first
+//! sends the newer placement to the rest.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -35,8 +35,8 @@ use crate::{
 /// Pause between two looks at servers that fetch.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Moves a job without ranks to these servers. New ones keep it in `tier`, or in that of the present servers. `asked_micros`
-/// is the time of the wish.
+/// Moves a job without ranks to these servers. New servers keep the job in `tier`, or else in the present servers'
+/// tier. `asked_micros` is the time of the wish.
 ///
 /// # Errors
 /// `Precondition` with field `lost` while a server is given up. `Fenced` once a rank 0 has started, which goes on with the

@@ -1,5 +1,6 @@
-//! A rank's steps, one after the other. Weights arrive, gradients leave and decisions are made in the background,
-//! as far as the schedule allows. The trainer calls the pipeline.
+//! A rank's steps, one after the other. Weights arrive, gradients leave and decisions are made in the background, as
+//! far as the schedule allows. The trainer's thread calls the pipeline. Its driver and its watcher are tasks on the
+//! session's runtime.
 
 mod driver;
 mod feeds;
@@ -171,8 +172,8 @@ impl Pipeline {
         lock(&self.shared.trainer).take()
     }
 
-    /// Begins the next step. Waits until the version that the step reads is decided, also while the job is paused,
-    /// and requests that version's weights.
+    /// Begins the next step. Waits until the version that the step reads is decided, even during a pause. Then
+    /// requests that version's weights.
     pub fn begin(&mut self) -> Result<StepInputs> {
         let started = Instant::now();
         self.cluster().waits.check()?;
@@ -244,7 +245,7 @@ impl Pipeline {
     /// Ends the step. `trainer_state` holds the trainer's data for a resume after this step; only rank 0's is
     /// kept.
     ///
-    /// If the next step reads this step's version, the call waits for the decision. Otherwise it returns at once,
+    /// If the next step reads this step's version, the call waits for the decision. A delayed step returns at once,
     /// and a later call returns an error of the decision.
     pub fn finish(&mut self, trainer_state: Vec<u8>) -> Result<()> {
         let started = Instant::now();

@@ -1,4 +1,5 @@
-//! Outcomes of steps. The trainer knows one half of an outcome, and the decision the other.
+//! Outcomes of steps. The trainer knows one half of an outcome, and the decision the other. `Pipeline::outcomes`
+//! returns whole outcomes.
 
 use std::{collections::BTreeMap, sync::Mutex, time::Duration};
 

@@ -1,16 +1,15 @@
-//! Data of the commit at which a rank joined, from which its pipeline continues.
+//! Reads the commit at which a rank joined, for `Pipeline::new`.
 
 use longshore_proto::Version;
 
 use super::options::PipelineOptions;
 use crate::{envelope::Envelope, error::Result, loss_scale::LossScaler, session::Joined};
 
-/// The state from which a pipeline continues.
+/// State with which a pipeline begins.
 pub(super) struct Resume {
     pub(super) scaler: LossScaler,
     pub(super) scales: Vec<(Version, f64)>,
-    /// The version that waits for an operator, and its loss scale, if the job is paused at the smallest loss
-    /// scale.
+    /// Version and loss scale of a pause at the smallest loss scale, which an operator ends.
     pub(super) floor: Option<(Version, f64)>,
     pub(super) trainer: Option<Vec<u8>>,
 }

@@ -55,8 +55,8 @@ impl Board {
         self.scales.borrow().keys().next_back().copied().unwrap_or_default()
     }
 
-    /// Returns the loss scale of `version` once it is decided. A version too old to be kept has the scale of the next
-    /// kept one. Steps were then made without this process: a successor has its rank, and servers refuse its gradients.
+    /// Returns the loss scale of `version` once it is decided. A version that is no longer kept has the scale of the
+    /// next kept version. Steps were then made by a successor of this process, whose gradients servers refuse.
     pub(super) async fn known(&self, version: Version) -> f64 {
         let mut scales = self.scales.subscribe();
         // The sender is `self`, so this wait ends only with the version on the board.

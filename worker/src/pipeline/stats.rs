@@ -1,4 +1,5 @@
-//! Collects the gradient statistics of a step from every server, while backward still runs. Rank 0 only.
+//! Collects the gradient statistics of a step from every server, while backward still runs. Rank 0's driver starts a
+//! task for each step.
 
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map::Entry},
@@ -28,7 +29,7 @@ pub(super) struct Collected {
     pub(super) left_out: Vec<u32>,
     /// For each server, the origin of the gradients that its statistics describe.
     pub(super) origins: ByServer<Origin>,
-    /// Shards of which owner and replica have other gradients.
+    /// Shards whose owner and replica hold different gradients.
     pub(super) differing: Vec<ShardId>,
     /// Shards whose state is broken on a server.
     pub(super) broken: BTreeSet<(ShardId, ServerId)>,
@@ -52,8 +53,8 @@ pub(super) async fn basis(cluster: &Cluster, step: Step, mut statistics: Statist
         if is_heard || collected.differing.is_empty() {
             return collected;
         }
-        // A rank that died with a server sends its gradient again to the other holders. These must not be dropped: the
-        // silent one may be lost.
+        // A rank that died with a server sends its gradient again, to the living holders. Their sums must stay: the
+        // silent holder may be lost.
         let answers = cluster.hear_of_losses().await;
         let all_answer = answers.iter().all(|(server, answer)| answer.is_ok() || cluster.has_left(server));
         is_heard = all_answer || !backoff.pause(end).await;
@@ -207,7 +208,7 @@ async fn stream(
         };
         let shard = ShardId(stats.shard);
         statistics.broken = stats.broken.iter().copied().map(ShardId).collect();
-        // The server repeats those that are known.
+        // A server repeats statistics after a break.
         if owned.contains(&shard) && !statistics.has(shard) {
             let (origin, left_out) = (Origin(stats.origin), stats.left_out.clone());
             let blocks = blocks(cluster, stats)?;

@@ -1,6 +1,6 @@
-//! Listens to the job's first server in a background task. With replicas, each break moves the watch to the next
-//! server. Ranks other than 0 learn of commits. All ranks learn of pauses, resumes, and the servers that an operator
-//! wants.
+//! Listens to the job's first server, in a task that the pipeline owns. With replicas, each break moves the watch to
+//! the next server. Ranks other than 0 learn of commits. All ranks learn of pauses, resumes, and the servers that an
+//! operator wants.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -129,7 +129,7 @@ impl Watcher {
     /// Catches up with a pause that began or ended while no watch was open.
     async fn catch_up(&mut self, server: ServerId) -> Result<()> {
         let was_paused = self.cluster.waits.is_paused();
-        // A server that is given up breaks the watch, which then goes to another one.
+        // A server that is given up breaks the watch, and the watch moves to another server.
         let Some(answer) = self.describe(server).await? else { return Ok(()) };
         let progress = answer.progress.unwrap_or_default();
         // The server lost a version that was not durable, and its step is decided again.
@@ -156,11 +156,11 @@ impl Watcher {
         }
     }
 
-    /// Skips to the newest commit, the only one that a restarted server knows. The newest commit also names the
-    /// loss scale of the version before.
+    /// Skips to the newest commit, since a restarted server knows no other. The newest commit also names the loss
+    /// scale of the version before.
     ///
-    /// No earlier version can be missing: a step is decided only after this rank has pushed it. This rank pushes
-    /// it only after it knows the version that the step reads, at most two before.
+    /// No earlier version can be missing. A step is decided only after this rank has pushed it. A push needs the
+    /// version that the step reads, at most two before.
     async fn skip_ahead(&mut self, server: ServerId, fault: Fault) -> Result<()> {
         let Some(answer) = self.describe(server).await? else { return Ok(()) };
         let last = answer.progress.and_then(|progress| progress.last_commit);
@@ -232,8 +232,8 @@ impl Watcher {
             self.floor = Some((commit.step.version(), commit.loss_scale));
         }
         if self.cluster.options.rank == Rank(0) {
-            // This rank made the commit. Its driver may wait for the end of a pause that ended before this commit
-            // was heard.
+            // Rank 0 made the commit. Its driver may wait for the end of a pause that ended before this commit was
+            // heard.
             if !paused {
                 self.shared.resumed.post(commit.step.version(), commit.loss_scale);
             }
@@ -268,8 +268,8 @@ impl Watcher {
         }
     }
 
-    /// Compares a commit with the one seen before for this step. Fails if another decision made it: this rank must
-    /// join again.
+    /// Compares a commit with the earlier commit of its step. Fails if the decisions differ: this rank must join
+    /// again.
     fn compare(&self, commit: &Commit, earlier: Incarnation) -> Result<()> {
         if commit.decided_by == earlier {
             return Ok(());
@@ -297,8 +297,8 @@ impl Watcher {
         }
     }
 
-    /// Notes a resume. A `loss_scale` of 0 keeps the old scale. Servers accept a new scale only in a pause that
-    /// came with a decision: in any other pause ranks would apply the scale at different steps.
+    /// Notes a resume. A `loss_scale` of 0 keeps the old scale. Servers accept a new scale only in a pause that came
+    /// with a decision. In any other pause, ranks would apply the scale at different steps.
     fn resumed(&mut self, loss_scale: f64) {
         let floor = self.floor.take();
         // The driver waits for the end of a pause that it has decided, and resumes the other servers itself.

@@ -1,4 +1,5 @@
-//! The weights of one version as they arrive. A reader waits for a range, then reads it.
+//! The weights of one version as they arrive. A reader waits for a range, then reads it, on any thread. Tasks of the
+//! session fetch the weights.
 
 use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
@@ -42,7 +43,7 @@ impl Drop for Handle {
     }
 }
 
-/// A run of flat elements in the memory of a server of this host, and the address of its first byte.
+/// Flat elements in the memory of a server of this host, and their address in this process.
 pub type Lent = (Range<u64>, usize);
 
 impl Feed {
@@ -93,8 +94,7 @@ impl Feed {
         range.is_empty() || self.handle.shared.store.covering(range).is_some()
     }
 
-    /// Returns true if servers of this host lend all of this feed in their memory. Such weights are not
-    /// transferred.
+    /// Returns true if servers of this host lend all of this feed in their memory. Lent weights are not transferred.
     pub fn is_lent(&self) -> bool {
         self.handle.shared.store.is_lent
     }
@@ -153,7 +153,7 @@ impl Feed {
     }
 
     /// Waits, then passes all bytes to `visit(elements from the range's start, bytes)`. Bytes in a server's memory
-    /// are passed as copies of 16 KiB, so that they do not change under `visit`.
+    /// are passed as copies of 16 KiB, which do not change under `visit`.
     ///
     /// # Errors
     /// Errors of [`Feed::wait`]; `Outdated` if a server of this host has overwritten the bytes in its memory. All
@@ -183,8 +183,8 @@ impl Feed {
         ((start - first) * size) as usize..((end - first) * size) as usize
     }
 
-    /// Waits, then returns the runs of these flat elements in the memory of servers of this host, in order, with
-    /// addresses. None if some elements lie elsewhere.
+    /// Waits, then returns the places of these flat elements in servers' memory, in order. None if some elements lie
+    /// elsewhere.
     ///
     /// A reader of these addresses, such as a device that copies them, calls [`Feed::check_lent`] afterwards.
     ///
@@ -206,7 +206,7 @@ impl Feed {
         Ok(Some(runs))
     }
 
-    /// Checks that reads at [`Feed::addresses`] of these flat elements until now are valid.
+    /// Checks that the reads so far at [`Feed::addresses`] of these flat elements were valid.
     ///
     /// # Errors
     /// `Outdated` if the server has begun to overwrite them, as with [`Feed::pieces`].
@@ -223,8 +223,8 @@ impl Feed {
         cause(&self.handle.shared.pulls.cluster, error)
     }
 
-    /// Returns the error of a reader that was too late. The server has overwritten the weights in its memory, with
-    /// gradients of this rank or of an earlier process of it.
+    /// Returns the error of a reader that was too late. The server has overwritten the weights: this rank, or its
+    /// earlier process, has pushed the step after next.
     fn overwritten(&self, shard: ShardId) -> Error {
         let cluster = &self.handle.shared.pulls.cluster;
         let limit = "kept by its server";
@@ -278,7 +278,7 @@ impl Feed {
 /// Slices of a connection, with their flat ranges, in the requested order.
 type Pieces = Vec<(Slice, Range<u64>)>;
 
-/// Deals the slices of a server over its connections in turn, so that every connection brings first layers first.
+/// Deals a server's slices to its connections in turn. Every connection then brings the first layers first.
 fn deal(
     servers: &ByServer<bool>,
     owner: impl Fn(ShardId) -> ServerId,

@@ -1,4 +1,5 @@
-//! A connection's part of a feed: pulls slices, checks and stores them, and asks again for missing ones.
+//! Pulls one connection's part of a feed: checks and stores slices, and asks again for missing slices. `Feed::open`
+//! starts a task for each connection.
 
 use std::{
     io, mem,
@@ -41,8 +42,8 @@ pub(super) struct Fetch {
 }
 
 impl Fetch {
-    /// Runs until all slices have arrived, or until a failure that another attempt would not mend. Transport
-    /// failures and the server's own deadline are retried for ever: readers have a deadline, and dropping the feed
+    /// Runs until all slices have arrived, or until a failure that another attempt would not mend. Failures of the
+    /// transport and the server's deadlines are retried without end. Readers have a deadline, and dropping the feed
     /// ends the task.
     pub(super) async fn run(self) {
         let Pulls { cluster, rank, .. } = &*self.shared.pulls;
@@ -70,14 +71,14 @@ impl Fetch {
             damaged += u32::from(fault.kind == FaultKind::Corrupt);
             let again = match fault.kind {
                 FaultKind::Unavailable | FaultKind::Deadline => true,
-                // The version is too new for a server that lacks the last commit: rank 0 sends commits to servers
-                // one by one.
+                // The server's next process does not know the link.
                 FaultKind::Precondition if fault.field == STALE => {
                     rank.forget_link(server);
                     true
                 }
                 // A decision has taken the shard from this holder.
                 FaultKind::Precondition if fault.field == "shard" => cluster.spec().replicas > 1,
+                // A server may lack the last commit: rank 0 sends commits to servers one by one.
                 FaultKind::Precondition => fault.field == "version",
                 FaultKind::Corrupt => damaged < DAMAGED_TRIES,
                 _ => false,
@@ -90,8 +91,8 @@ impl Fetch {
         }
     }
 
-    /// Returns the missing ranges that the next request asks for, and its server. After a failure it is another one that may
-    /// have the shards, if they have replicas.
+    /// Returns the missing ranges for the next request, and the server to ask. After a failure, replicated shards are
+    /// asked of another holder.
     fn missing(&self, failures: usize) -> Option<(ServerId, Vec<v1::Slice>)> {
         let (store, cluster) = (&self.shared.store, &self.shared.pulls.cluster);
         let step = Step(self.shared.reading.version().0);

@@ -1,4 +1,5 @@
-//! Shared state of pulls: of all in a session, of all of a version, and of a feed's readers and its fetches.
+//! State that pulls share: `Pulls` in a session, `Reading` for one version, `FeedInner` between a feed's readers and
+//! fetches.
 
 use std::{
     sync::{
@@ -57,7 +58,7 @@ impl Pulls {
         self.pool.empty();
     }
 
-    /// Returns true if all weights are readable in servers' memory, so that they take none here.
+    /// Returns true if all weights are readable in servers' memory, and take none here.
     pub(crate) fn are_lent(&self) -> bool {
         self.cluster.servers().all(|server| self.lends(server))
     }

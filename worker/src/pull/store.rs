@@ -80,12 +80,12 @@ impl Segment {
         self.range.start + filled / dtype.bytes()..self.range.end
     }
 
-    /// Returns true if elements from `at` continue the received ones.
+    /// Returns true if elements from `at` continue the received elements.
     fn continues(&self, at: u64, dtype: Dtype) -> bool {
         self.missing(dtype).start == at && !self.is_whole()
     }
 
-    /// Writes bytes after the received ones without making them count, and updates their checksum.
+    /// Writes bytes after the received bytes, and updates their checksum. [`Segment::commit`] makes them count.
     fn put(&self, start: usize, payload: &[u8], sum: &mut Crc32) {
         let mut filling = self.filling.write().unwrap_or_else(PoisonError::into_inner);
         // The feed is gone: later bytes are discarded.
@@ -211,8 +211,7 @@ pub(super) fn cut(layout: &Layout, order: &[Range<u64>]) -> Result<Vec<(Slice, R
 }
 
 impl Store {
-    /// `in_place` returns true if a shard's weights will be found in its server's memory, so that they need none
-    /// here.
+    /// `in_place` returns true for a shard whose weights are read in its server's memory, and take none here.
     pub(super) fn new(
         dtype: Dtype,
         pieces: &[(Slice, Range<u64>)],
@@ -278,7 +277,7 @@ impl Store {
         Ok(Some(Cursor { first: range.start, index: range.start, end: range.end, at: start as usize }))
     }
 
-    /// Writes the next bytes of a payload. These bytes are not readable yet.
+    /// Writes the next bytes of a payload. The bytes are not readable yet.
     pub(super) fn put(&self, place: &mut Cursor, mut payload: &[u8], sum: &mut Crc32) {
         while let Some((segment, room)) = self.segment(place).filter(|_| !payload.is_empty()) {
             let (now, later) = payload.split_at(payload.len().min(room));

@@ -1,5 +1,5 @@
-//! Orders the pulls of a connection. Units pulled ahead are needed one after the other. Side by side, each would
-//! get a part of the link, and the first unit would arrive as late as the last.
+//! Orders the pulls of a connection. Units pulled ahead are needed one after the other. Side by side, the first unit
+//! would arrive as late as the last.
 
 use std::{
     collections::BTreeMap,
@@ -17,12 +17,12 @@ use crate::lock;
 /// A pull is requested when at most this many bytes of earlier pulls are missing. So the link stays busy until its
 /// first bytes arrive, and the earlier pulls lose almost nothing.
 ///
-/// On a 100 MB/s link that carries gradients the other way, a request takes some 40 ms, queued behind those
-/// gradients. With 2 MiB the link stood still for 22 ms before each unit.
+/// On a 100 MB/s link, a request queues behind gradients for some 40 ms. With 2 MiB the link stood still for 22 ms
+/// before each unit.
 const OVERLAP_BYTES: u64 = 4 << 20;
 
-/// Pulls over one connection to one server. Only pulls of the same version wait for each other: a version that is
-/// not made yet delays no pull of a finished one.
+/// Pulls over one connection to one server. Only pulls of one version wait for each other: an unfinished version
+/// delays no pull of a finished version.
 #[derive(Default)]
 pub(super) struct Turns {
     waiting: Mutex<BTreeMap<u64, Waiting>>,

@@ -1,4 +1,5 @@
-//! Adds up the gradients of several micro-steps on the worker, which then sends one gradient for all of them.
+//! Adds up the gradients of several micro-steps on the worker, which then sends one gradient for all of them. The
+//! pipeline owns the sums, and assemblers fill them.
 
 use std::ops::Range;
 

@@ -1,4 +1,5 @@
-//! Assembles the gradients of one micro-step, put in any order, into chunks. A complete chunk leaves at once.
+//! Assembles the gradients of one micro-step, put in any order, into chunks. A complete chunk leaves at once. Called
+//! on the trainer's threads.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -28,8 +29,8 @@ pub(crate) struct ChunkSource<'a> {
     pub(crate) pool: &'a BufferPool,
 }
 
-/// A device's copies are enqueued together up to this many bytes, and awaited once. Lanes send while it copies on.
-/// A link of PCIe 5 takes 1.2 ms for them. Each wait left the link idle for 0.13 ms on an H200's host.
+/// Bytes of a device's copies that are enqueued together, and awaited once. Lanes send them while the device copies
+/// on. A PCIe 5 link takes 1.2 ms for them. Each wait left the link idle for 0.13 ms on an H200's host.
 const TOGETHER_BYTES: usize = 64 * 1024 * 1024;
 
 /// A part of a parameter in one chunk: its shard, its first element there, and its elements in the parameter.
@@ -106,7 +107,8 @@ impl Collector {
         Ok(())
     }
 
-    /// Puts gradients that `write` copies together: it gets the parts of some MiB at a time, with their memory.
+    /// Puts gradients that `write` copies together. Each call of `write` gets parts of up to `TOGETHER_BYTES`, with
+    /// their memory.
     ///
     /// # Errors
     /// As for [`Collector::put`].
@@ -287,9 +289,9 @@ pub(crate) struct Sums {
 }
 
 impl Assembler {
-    /// Takes lent gradients back once all weights of this feed have arrived. Servers no longer read the gradients of
-    /// the step that made these weights, nor earlier ones. Usually all weights are there at the first `put`, whose
-    /// gradient then reuses this memory.
+    /// Takes lent gradients back once all weights of this feed have arrived. Servers then read no gradients up to the
+    /// step that made these weights. Usually all weights are there at the first `put`, whose gradient then reuses
+    /// this memory.
     fn take_back(&mut self) {
         let gradients = self.outbox.gradients();
         let all = 0..gradients.cluster.layout.elements();
@@ -357,8 +359,8 @@ impl Assembler {
         collector.put_together(&plan, gradients, write, |key, payload, crc| outbox.send(key, payload, crc))
     }
 
-    /// Notes that parameter `param` got no gradient in this micro-step. A job with `leave_out` leaves the parameter out
-    /// of a step if no rank has a gradient for it in any micro-step. Any other job counts zeros.
+    /// Notes that parameter `param` got no gradient in this micro-step. A job with `leave_out` leaves out a parameter
+    /// for which no rank has a gradient in the step. Any other job counts zeros.
     ///
     /// # Errors
     /// Errors of [`Assembler::put`].

@@ -22,7 +22,7 @@ fn spec(sizes: &[u64], shard_blocks: u64, dtype: Dtype) -> JobSpec {
     }
 }
 
-/// Distinct values, of which some overflow f16.
+/// Distinct values. Some overflow f16.
 fn gradient(param: usize, elements: u64) -> Vec<f32> {
     (0..elements).map(|index| (param as f32 + 1.0) * 0.37 * (index as f32 - 1000.0)).collect()
 }
@@ -92,7 +92,7 @@ proptest! {
         let spec = spec(&sizes, shard_blocks, dtype);
         let layout = spec.validate().unwrap();
         let pool = BufferPool::new(Budget::unlimited("test"), "test");
-        // Dirty buffers, so that unzeroed padding shows.
+        // Dirty buffers show padding that is not zeroed.
         for shard in 0..layout.shards() {
             let whole = layout.shard_len(ShardId(shard)) * dtype.bytes();
             pool.take(whole as usize).unwrap().as_mut().fill(0xAB);

@@ -1,4 +1,5 @@
-//! This rank's gradients: the pool of their memory, the retained chunks, and the queues of the lanes.
+//! A rank's gradients: the pool of their memory, the retained chunks, and the queues of the lanes. A session owns
+//! them. Assemblers fill the queues on the trainer's threads, and lanes empty them.
 
 use std::sync::{Arc, OnceLock};
 
@@ -80,7 +81,7 @@ impl Gradients {
         let way = |server| if lends(server) { Way::Lent } else { Way::Chunks };
         let by_server = ByServer::new(cluster.servers(), way);
         let owner = |shard| placement.owner_at(ShardId(shard), step);
-        // Weights of a shard that moves come from another server than the one that reads its gradient.
+        // The server that reads a moving shard's gradient does not send the shard's weights.
         let stays = |shard| owner(shard) == placement.owner(ShardId(shard));
         let way = |shard| match by_server.get(owner(shard)) {
             Some(way) if stays(shard) => *way,
@@ -92,8 +93,8 @@ impl Gradients {
     /// Frees the gradients that no server can need, now that `step` is committed.
     ///
     /// The gradients of `step` itself stay in two cases. An `nvme` server may come back one version behind, since
-    /// a step is committed once the one before is durable everywhere. And a rank other than 0 hears of a commit
-    /// from one server, while another server may lack it.
+    /// only the version before is durable everywhere. Ranks other than 0 hear of a commit from one server while
+    /// another server may lack it.
     pub(crate) fn committed(&self, step: Step) {
         let cluster = &self.cluster;
         let hearsay = cluster.options.rank != Rank(0) && cluster.servers().len() > 1;

@@ -1,5 +1,5 @@
-//! The push stream of one data connection, as a background task. A lane sends queued chunks and takes
-//! acknowledgements. After a break it first asks what the server still has, and then sends again.
+//! The push stream of one data connection, as a background task of the session. A lane sends queued chunks and takes
+//! acknowledgements. After a break the lane asks for the server's version, and then sends again.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -123,8 +123,7 @@ impl Lane {
                 Ok(version) => least = version,
                 // No step was made yet, so no state is lost. Rank 0 opens the job again and uploads the weights.
                 Err(Error::StateLost(_)) if !rank.has_trained() => {}
-                // `recover` called the server for as long as a push may wait, so the error is a push's, with its
-                // step.
+                // `recover` called the server for as long as a push may wait. The error names the push and its step.
                 Err(Error::Call(failed))
                     if matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline) =>
                 {

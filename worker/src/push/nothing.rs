@@ -1,5 +1,5 @@
-//! The wire form of a parameter without a gradient, in a job that leaves such parameters out: -0 in every element.
-//! Adding -0 changes nothing, and only a sum of -0 alone begins with -0.
+//! Marks a parameter without a gradient, in jobs with `leave_out`: every element is -0 on the wire. Adding -0 changes
+//! nothing, and only a sum of -0 alone begins with -0.
 
 use longshore_proto::Dtype;
 

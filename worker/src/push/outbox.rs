@@ -1,4 +1,5 @@
 //! Retains complete chunks, and queues each for one of its owner's connections. A full queue blocks the caller.
+//! Called by assemblers, on the trainer's threads.
 
 use std::sync::{
     Arc,

@@ -1,9 +1,9 @@
 //! Judges refused chunks. Some refusals pass: a pause, a damaged packet, a server that lacks the last commit. All
-//! others fail the session.
+//! others fail the session. Called by lanes.
 //!
-//! After a refusal that passes, every chunk that the stream had sent goes out again over a new stream, in order. A
-//! chunk sent alone could overtake a chunk of an earlier micro-step. Such a chunk would wait at the server, and
-//! hold up the stream that brings the earlier chunk.
+//! After a refusal that passes, all chunks of the stream go out again over a new stream, in order. A chunk sent alone
+//! could overtake a chunk of an earlier micro-step. The server would hold it back, and with it the stream that brings
+//! the earlier chunk.
 
 use longshore_proto::{
     Contribution, Fault, FaultKind, ServerId,
@@ -51,7 +51,8 @@ pub(super) async fn judge(
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
         // The chunk has overtaken a chunk of an earlier micro-step. The new stream sends them in order.
         FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
-        // The server lacks the decision that gave it the shard, or this rank lacks the one that took it.
+        // Either the server lacks the decision that gave it the shard, or this rank lacks the decision that took the
+        // shard.
         FaultKind::Precondition if fault.field == "shard" && is_held(cluster, &key, server) => {
             Ok(Verdict::SendAgain(fault))
         }
@@ -79,15 +80,14 @@ fn is_held(cluster: &Cluster, key: &ChunkKey, server: ServerId) -> bool {
     cluster.holders_at(key.shard, key.step).any(|holder| holder == server)
 }
 
-/// Returns true if the payload still has its own checksum. Otherwise this host's memory is at fault, not the
-/// network.
+/// Returns true if the payload still has its own checksum. If not, this host's memory is at fault, not the network.
 fn is_sound(gradients: &Gradients, key: &ChunkKey, server: ServerId) -> bool {
     let sound = |chunk: Chunk| chunk.is_lent() || crc32(&chunk.payload.bytes) == chunk.crc32;
     gradients.retained.send(key, server).is_some_and(sound)
 }
 
-/// Waits until the server can take a chunk that came too early: the server is paused, or lacks the last commit.
-/// Ranks other than 0 hear of a commit from server 0, and another server may get it a moment later.
+/// Waits until the server can take a chunk that came too early. The server is paused, or lacks the last commit. Ranks
+/// other than 0 hear of a commit from one server, a moment before others get it.
 async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: Fault) -> Result<Verdict> {
     let pauses = cluster.waits.pauses();
     let slots = cluster.spec().gradient_slots() as u64;

@@ -114,7 +114,7 @@ struct Entry {
     copies: Vec<Sending>,
 }
 
-/// The way of a chunk to one server.
+/// State of a chunk on its way to one server.
 struct Sending {
     lane: LaneId,
     sent: bool,
@@ -130,8 +130,8 @@ impl Entry {
     }
 }
 
-/// Chunks that a server may still need, by key: chunks of undecided steps, and lent chunks until their update is
-/// done.
+/// Chunks that a server may still need, by key. Chunks stay until their step is decided, lent chunks until their
+/// update is done.
 #[derive(Default)]
 pub(crate) struct Retained(Mutex<Entries>);
 

@@ -1,4 +1,5 @@
-//! Sends rank 0's decisions to servers, and keeps the newest for servers that restart without them.
+//! Sends rank 0's decisions to servers, and keeps the newest for servers that restart without them. Called by the
+//! pipeline's driver, and by a takeover.
 
 use std::sync::{Arc, Mutex};
 

@@ -1,4 +1,5 @@
-//! Joins a server as this rank, and makes the link that the server then offers.
+//! Joins a server as this rank, and makes the link that the server then offers. Called when a session joins, and
+//! after a server's restart.
 
 use longshore_proto::{Fault, FaultKind, Incarnation, ServerId, Version};
 use longshore_wire::{

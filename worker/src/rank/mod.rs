@@ -1,5 +1,5 @@
-//! A rank's standing with the servers of its job: its incarnations, the version it joined at, its decisions, its
-//! links, and how it joins a restarted server again.
+//! A rank's standing with its job's servers: incarnations, the version at its join, decisions, and links. Also joins
+//! restarted servers again. Sessions, lanes and pipelines share it.
 
 mod commits;
 mod join;

@@ -1,8 +1,8 @@
-//! The incarnations of this process. The first one says when the process began, by the job's clock. A later process so
-//! has a greater number, however long either of them was stopped.
+//! Incarnations of this process. The first number says when the process began, by the job's clock. So a later process
+//! has a greater number, however long either process was stopped.
 //!
-//! The job's clock is that of its very first server. If that server leaves the job, the placement has the lead of the
-//! job's clock over the next server's.
+//! The job's clock is the clock of its very first server. If that server leaves, the placement keeps the clock's lead
+//! over the next server's clock.
 //!
 //! A process that joins again takes its next number. A successor's number is greater, so the successor stays, and this
 //! process ends with `Fenced`. Random low bits tell two processes apart that began in one millisecond.
@@ -18,8 +18,8 @@ use crate::{
     host::{self, Instant},
 };
 
-/// Bits below the milliseconds: a random number, whose highest bit stays free for joins again. The whole takes 56 bits,
-/// which are 8 bytes on the wire as those of earlier releases.
+/// Bits below the milliseconds, for a random number. The highest bit stays free: a process adds 1 for each later
+/// join. The number has 56 bits, and 8 bytes on the wire as in earlier releases.
 const LOW_BITS: u32 = 15;
 const MOST_MS: u64 = u64::MAX >> LOW_BITS;
 
@@ -45,7 +45,7 @@ impl Begin {
             let Some(now) = cluster.clock(server).await else { continue };
             let trip = sent.elapsed();
             if best.as_ref().is_none_or(|&(least, _)| trip < least) {
-                // The server read its clock in the middle of the trip, for all that is known.
+                // The best guess: the server read its clock in the middle of the trip.
                 let age = sent.duration_since(start) + trip / 2;
                 let began = now.saturating_sub(millis(age));
                 best = Some((trip, Begin { began, now, error: millis(trip / 2) + 2 }));
@@ -57,13 +57,13 @@ impl Begin {
         best.map(|(_, measured)| measured)
     }
 
-    /// By the job's clock, which is ahead of the measured one.
+    /// Converts to the job's clock, which is `ms` ahead of the measured clock.
     fn ahead(self, ms: i64) -> Begin {
         let ahead = |time: u64| time.saturating_add_signed(ms);
         Begin { began: ahead(self.began), now: ahead(self.now), error: self.error }
     }
 
-    /// By this host's clock.
+    /// Measures by this host's clock.
     fn here(start: Instant) -> Begin {
         let now = millis(host::unix());
         Begin { began: now.saturating_sub(millis(start.elapsed())), now, error: 2 }
@@ -93,7 +93,7 @@ pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
     let ranks = answers.values().flatten().flat_map(|answer| &answer.ranks);
     let seen = ranks.filter(|rank| rank.rank == cluster.options.rank.0).map(|rank| rank.incarnation).max();
     let random = host::random();
-    // The first server may be lost or stopped. Servers' clocks agree better than those of ranks.
+    // The first server may be lost or stopped. Servers' clocks agree better than ranks' clocks.
     let mut measured = None;
     for server in cluster.servers() {
         measured = Begin::measure(cluster, server, start).await;
@@ -106,7 +106,7 @@ pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
     Ok(())
 }
 
-/// Returns how far the clock of `server` is ahead of that of `other`, in ms.
+/// Returns the lead of the clock of `server` over the clock of `other`, in ms.
 ///
 /// # Errors
 /// `Unavailable` if either does not say its clock.

@@ -1,6 +1,6 @@
 //! Brings a server back after a connection to it broke, before any gradient is sent again. Checks that the server
 //! still has the job, joins it again, and sends the decisions that it lacks. Takes the newest decision back if not
-//! every server can have it.
+//! every server can have it. Called by lanes, drivers and takeovers.
 
 use std::{sync::Arc, time::Duration};
 
