@@ -1,10 +1,10 @@
-//! Moves shards to the servers that an operator wants the job to have. Rank 0's driver asks before each decision which
-//! change of the placement comes with it.
+//! Moves shards to the servers that an operator wants. Rank 0's driver calls this before each decision, which carries
+//! the next change of the placement.
 //!
 //! New servers are opened in the background. Between two decisions they begin without shards, and the next decision
-//! names them. Once every rank has joined them, each decision moves a few shards: as many as arrive before their next
-//! update needs them, or little later. A shard without a replica gets that before it moves. Servers that shall own nothing
-//! leave at the end.
+//! names them. Once every rank has joined them, each decision moves a few shards. Their number lets shards arrive
+//! about when their next update needs them. A shard without a replica gets that before it moves. Servers without
+//! shards leave at the end.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -35,13 +35,13 @@ use crate::{
 
 /// Time until a plan that failed is tried again.
 const AGAIN: Duration = Duration::from_secs(5);
-/// Most shards that one decision moves to a server: 25 GB of default size, which 100 Gbit/s carry in two seconds.
+/// Most shards that one decision moves to a server: 25 GB by default, or two seconds at 100 Gbit/s.
 const MOST_AT_ONCE: usize = 512;
 /// Decisions without a longer wait, until one more shard is tried.
 const QUIET: u32 = 4;
 /// Pause between two looks at servers that await shards.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// Steps after a server's removal by which every rank knows of it.
+/// Steps until every rank knows of a server's removal.
 const KNOWN_AFTER: u64 = 3;
 
 pub(super) struct Moves {
@@ -57,7 +57,7 @@ pub(super) struct Moves {
     unused: Vec<Added>,
     looking: Option<Task<Vec<(ServerId, DescribeResponse)>>>,
     not_before: Instant,
-    /// Why nothing moves. Empty: nothing is in the way.
+    /// Reason why nothing moves. Empty if nothing is in the way.
     pub(super) obstacle: String,
     retiring: VecDeque<(Step, ServerId)>,
 }
@@ -131,15 +131,15 @@ impl Plan {
     }
 }
 
-/// How many shards a decision moves to each server. The number doubles until updates have waited for a considerable part
-/// of a step, and halves then. Later one shard is added at a time.
+/// Number of shards that a decision moves to each server. Doubles until updates wait for more than `max_exposed`, and
+/// halves then. Grows by one shard at a time afterwards.
 pub(super) struct Pace {
     /// Part of the time between two decisions that updates may wait for shards.
     max_exposed: f64,
     shards: usize,
     has_waited: bool,
     quiet: u32,
-    /// How long updates of each server had waited at the last look.
+    /// Seconds that updates of each server had waited at the last look.
     held: BTreeMap<ServerId, f64>,
     looked: Option<Instant>,
 }
@@ -246,8 +246,8 @@ impl Moves {
             let epoch = Epoch(self.cluster.placement().epoch.0 + 1);
             PlacementChange { epoch, ..change }
         });
-        // A change that servers would refuse must not end the training, unless a shard has two gradients: each holder
-        // would make a version of its own.
+        // A change that servers would refuse must not end the training. The exception is a shard with two gradients:
+        // each holder would make its own version.
         let checked = change.as_ref().map(|change| self.cluster.placement().check(change, step));
         if let Some(Err(fault)) = checked {
             if !differing.is_empty() {
@@ -264,7 +264,7 @@ impl Moves {
         let first = self.cluster.placement().servers.len() as u32;
         self.cluster.change_placement(change, step);
         admit_added(&self.cluster, &self.rank, &self.gradients, first, &change.added);
-        // Answers from before the change say nothing of it.
+        // Answers from before the change do not show its effect.
         self.looking = self.plan.is_some().then(|| look(&self.cluster));
         self.retiring.extend(change.removed.iter().map(|&server| (step, server)));
         // New replicas come a step sooner.
@@ -352,7 +352,7 @@ impl Moves {
         self.looking = Some(look(&self.cluster));
         let seen = seen.unwrap_or_default();
         let Some(plan) = &mut self.plan else { return Ok(None) };
-        // A server knows of this rank's link before this rank has opened its lanes.
+        // This rank may have a link with a server before its lanes are open.
         let ready = |server: &ServerId| {
             self.gradients.has_lanes(*server)
                 && seen.iter().any(|(of, answer)| of == server && is_ready(answer))
@@ -379,13 +379,13 @@ impl Moves {
             return Ok(None);
         }
         let change = leaving(&self.cluster, &plan.wanted).await?;
-        // Shards that lost their replica get another one also while the wish waits for a server.
+        // Shards without a replica get one even while the wish waits for a server.
         if self.wanted.borrow().servers.iter().all(|server| plan.wanted.contains(server)) {
             self.reached = plan.asked;
         }
         let (job, servers) = (self.cluster.job(), &plan.wanted);
         if placement.unreplicated() > 0 && servers.len() > 1 {
-            // A single server keeps shards. The others are witnesses, or have no room.
+            // One server keeps shards. The rest are witnesses, or lack room.
             self.not_before = Instant::now() + AGAIN;
         } else {
             tracing::info!(%job, ?servers, "the job is on the servers that were asked for");
@@ -406,7 +406,7 @@ impl Moves {
     }
 }
 
-/// The change by which the job leaves all servers but the wanted ones. The removed servers own nothing.
+/// Returns the change that removes all servers but `wanted`. The removed servers own nothing.
 pub(super) async fn leaving(cluster: &Cluster, wanted: &[String]) -> Result<PlacementChange> {
     let placement = cluster.placement();
     let unwanted = |server: &ServerId| !wanted.contains(&placement.servers[server.0 as usize]);
@@ -428,7 +428,7 @@ pub(super) fn awaits_nothing(answer: &DescribeResponse) -> bool {
     answer.scaling.as_ref().is_none_or(|scaling| scaling.awaited_shards == 0)
 }
 
-/// Asks all servers where they are, in the background, until none awaits a shard or one does not answer.
+/// Describes the job on all servers, in the background, until no server awaits a shard or some server is silent.
 fn look(cluster: &Arc<Cluster>) -> Task<Vec<(ServerId, DescribeResponse)>> {
     let asked = Arc::clone(cluster);
     cluster.runtime.spawn_joined(async move {
@@ -454,7 +454,7 @@ mod tests {
         *,
     };
 
-    /// Seconds of a step, and seconds for which updates wait with so many shards a decision.
+    /// Paces of some decisions. `step` is a step's time, and `waits` gives the wait by the number of shards.
     fn paced(max_exposed: f64, step: f64, waits: impl Fn(usize) -> f64, steps: usize) -> Vec<usize> {
         let (mut pace, start) = (Pace::new(max_exposed), Instant::now());
         let mut held = 0.0;

@@ -1,5 +1,5 @@
-//! Plans which server shall have which shard: pure functions of a placement and of the wanted servers. Rank 0 carries
-//! the plans out (`moves`), and `longshore scale` computes the same ones to show them.
+//! Plans the shards of each server: pure functions of a placement and the wanted servers. Rank 0 carries plans out
+//! (`moves`), and `longshore scale` shows them first.
 
 use std::collections::BTreeMap;
 
@@ -14,9 +14,9 @@ pub struct Moved {
     pub placement: Placement,
 }
 
-/// Plans the moves to the wanted servers. `added` are the addresses of those that are new, in the order of their numbers.
-/// `room` has the number of shards that fit beside those that a server holds. A server without an entry has no limit.
-/// Limits that no plan keeps are left to the servers, which refuse with what they lack.
+/// Plans the moves to the wanted servers. `added` are the addresses of those that are new, in the order of their
+/// numbers. `room` has the number of shards that fit beside those that a server holds. A server without an entry has
+/// no limit. If no plan keeps the limits, the plan ignores them, and servers refuse with the shortage.
 pub fn plan_moves(
     placement: &Placement,
     layout: &Layout,
@@ -90,8 +90,8 @@ fn plan_within(placement: &Placement, layout: &Layout, wanted: &[ServerId], room
     is_legal.then_some(Moved { moves, replicas, placement: target })
 }
 
-/// Plans replicas of the shards where they are. Then plans moves of shards to servers without a replica of them. None
-/// if that leaves replicas uneven, or some server cannot be left.
+/// Plans replicas first, for shards where they are now. Then plans moves to servers without a replica of the shard.
+/// None if replicas stay uneven, or if a server cannot be emptied.
 fn replicas_first(
     placement: &Placement,
     layout: &Layout,
@@ -132,8 +132,8 @@ fn shares(total: u64, caps: &BTreeMap<ServerId, u64>) -> Option<BTreeMap<ServerI
     }
 }
 
-/// Chooses moves that empty all other servers, and after which the wanted servers own about as many elements each. Room
-/// limits that. Forward order is kept mixed over the servers. None if no server takes a shard that must move.
+/// Chooses moves that empty all other servers, and give the wanted servers about equal elements within their room.
+/// Each server keeps shards from all parts of the model. None if no server takes a shard that must move.
 fn assign_among(
     placement: &Placement,
     layout: &Layout,
@@ -201,8 +201,8 @@ fn assign_among(
     Some(moves)
 }
 
-/// Refuses witnesses alone, and any witness of a job without replicas, which would end with it. `holders` are the wanted
-/// servers that keep shards.
+/// Refuses witnesses alone, and witnesses of a job without replicas. `holders` are the wanted servers that keep
+/// shards.
 ///
 /// # Errors
 /// `Precondition` with field `servers`.
@@ -218,14 +218,14 @@ pub fn check_holders(replicas: u32, holders: &[ServerId], wanted: &[String]) -> 
     Err(Fault::new(FaultKind::Precondition, "servers", value, limit, remedy))
 }
 
-/// Returns the job's servers if some shard lacks its replica, and another server could have one.
+/// Returns the job's servers if some shard lacks its replica, and a second server could hold it.
 pub(super) fn without_replicas(placement: &Placement) -> Vec<String> {
     let lacks = placement.unreplicated() > 0 && placement.members().count() > 1;
     if lacks { placement.addresses().map(str::to_string).collect() } else { Vec::new() }
 }
 
-/// Chooses the new replicas after which each shard has one, on a server that does not own it. The wanted servers then
-/// have about as many elements of replicas each. A single server has none, nor has a shard that no server has room for.
+/// Chooses new replicas for shards without one, on another server than the owner. The wanted servers then hold about
+/// equal elements of replicas. A single server gets none, and neither does a shard for which no server has room.
 fn replicate(
     placement: &Placement,
     layout: &Layout,
@@ -267,7 +267,7 @@ fn replicate(
     changed.filter(|((_, new), old)| new != *old).map(|(change, _)| change).collect()
 }
 
-/// Gives broken shards to their other holders. A shard that a change moves now is given with a later decision: ranks ask
+/// Gives broken shards to their other holders. A shard that moves now is given with a later decision, and ranks ask
 /// its other holder meanwhile.
 ///
 /// # Errors
@@ -443,11 +443,11 @@ pub(super) mod tests {
         assert!(of_c[1].0 - of_c[0].0 > 8, "{of_c:?}");
         let even = plan_moves(&placement, &layout, &wanted, &added, &BTreeMap::new());
         assert_eq!((counts(&even), plan(&[90; 4]).moves), ([6; 4], even.moves));
-        // Without a plan within all limits the shares are even, and the servers say what they lack.
+        // Without a plan within all limits the shares are even, and servers name the shortage.
         assert_eq!(counts(&plan(&[90, 90, 0, 90])), [6; 4]);
     }
 
-    /// Owners of shards, and for each server its room, which may be without limit, and whether the job stays there.
+    /// Owners of shards, each server's room, and whether the job stays on the server.
     fn cases() -> impl Strategy<Value = (Vec<u32>, Vec<usize>, Vec<bool>)> {
         let room = prop_oneof![4 => 0..40usize, 1 => Just(usize::MAX)];
         let servers = prop::collection::vec((room, prop::bool::weighted(0.8)), 2..7);
@@ -458,7 +458,8 @@ pub(super) mod tests {
         })
     }
 
-    /// Checks a plan: each shard once on the wanted servers, no server above its room, even shares, and few moves.
+    /// Checks a plan. Each shard is on one wanted server, no server exceeds its room, shares are even, and moves are
+    /// few.
     fn check(owners: &[u32], rooms: &[usize], stays: &[bool], has_replicas: bool) {
         let (layout, all) = (layout(owners.len() as u64), (0..rooms.len() as u32).map(ServerId));
         let shards = layout.shards() as usize;

@@ -49,8 +49,8 @@ pub(super) struct Added {
     pub(super) peer: Peer,
 }
 
-/// The tier in which a job's new servers keep it. `wanted` has the wish's tier and those of the wanted servers that have the
-/// job; without any, the `present` servers decide.
+/// Returns the tier for a job's new servers. `wanted` holds the wish's tier, and the tiers of wanted servers with the
+/// job. If empty, the `present` servers decide.
 ///
 /// # Errors
 /// `Precondition` for several tiers: a server on drives may have to step back, and a server of another tier never does.

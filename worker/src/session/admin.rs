@@ -126,7 +126,7 @@ pub fn asked_after<'a>(known: impl Iterator<Item = &'a Scaling>) -> u64 {
     now.max(newest.unwrap_or(0).saturating_add(1))
 }
 
-/// Asks every server of the job to keep the wish for these servers, which rank 0 then fulfils with its decisions.
+/// Gives every server of the job the wish for these servers. Rank 0 then fulfils the wish with its decisions.
 pub(super) async fn scale_all(
     cluster: &Cluster,
     servers: &[String],

@@ -1,5 +1,5 @@
-//! Checkpoints over all servers of a job: checks the room for one, writes and seals one, names them, and merges the
-//! servers' lists.
+//! Checkpoints over all servers of a job: room, writing and sealing, names, and one list from all servers' lists.
+//! Called by a session on its caller's thread.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -58,8 +58,7 @@ pub(super) async fn check_room(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// Writes a checkpoint under `name`. If another state has taken that name, as after the job went back, the first
-/// free name of name.2, name.3, ... is used.
+/// Writes a checkpoint under `name`. A name that belongs to another state gets the first free number, as name.2.
 pub(super) async fn checkpoint_numbered(cluster: &Cluster, author: Author, name: &str) -> Result<Checkpoint> {
     let mut names = numbered(name);
     loop {
@@ -200,8 +199,8 @@ pub struct Checkpoint {
     pub name: String,
     /// For a damaged checkpoint, the version that its manifest still seems to say.
     pub version: Version,
-    /// Every server sees all parts. With a folder per server, the same servers can restore the checkpoint; other
-    /// servers can only after the parts are brought together.
+    /// Every server sees all parts. With a folder per server, only the same servers can restore the checkpoint. Other
+    /// servers need all parts in one folder.
     pub shared: bool,
     /// Left behind when the job went back to an older checkpoint.
     pub stale: bool,
@@ -217,7 +216,7 @@ pub fn checkpoint_name(version: u64) -> String {
     format!("step-{version:08}")
 }
 
-/// Returns the name, and then alternatives to use while the name belongs to another state: name.2, name.3, ...
+/// Returns the name and its alternatives, for names that belong to another state: name.2, name.3 and so on.
 pub fn numbered(name: &str) -> impl Iterator<Item = String> + use<> {
     let name = name.to_string();
     (1..=MOST_NAMES).map(move |number| match number {
@@ -244,7 +243,7 @@ pub(crate) fn unsealed_but_whole<'a>(
 }
 
 /// Returns the checkpoints in the order of their sealing. A checkpoint that a server lacks or lists differently is
-/// returned as damaged, so that a caller that skips it can say why.
+/// returned as damaged, with the reason.
 pub fn common(lists: Vec<(String, Vec<CheckpointInfo>)>) -> Vec<Checkpoint> {
     let mut found: Vec<&CheckpointInfo> = Vec::new();
     for info in lists.iter().flat_map(|(_, list)| list) {

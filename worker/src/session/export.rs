@@ -45,8 +45,9 @@ pub(super) async fn export(
     export_by(&export, cluster.options.slow_deadline, plan, explain, sink).await
 }
 
-/// Passes the version of a `plan` to `sink`. A try that failed because training went on, shards moved or a server was
-/// busy or gone leads to another plan, which is told the number of such failures. Tries end after `slow_deadline`.
+/// Passes the version of a `plan` to `sink`. A failed try leads to another plan if training went on, shards moved, or
+/// a server was busy or gone. The plan gets the number of tries that training overtook. Tries end after
+/// `slow_deadline`.
 pub async fn export_by(
     export: &Export<'_>,
     slow_deadline: Duration,
@@ -71,7 +72,7 @@ pub async fn export_by(
             Err(Error::Call(failed)) if has_passed(&failed.fault) && tried < TRIES => tried += 1,
             Err(Error::Call(failed)) if passes(&failed) => {
                 // An export that ran for long before it broke begins a new row of failures. `last` still ends the
-                // tries: a link may cut every stream before its end, and each try starts from the first byte.
+                // tries: each starts from the first byte, and a link may cut every stream.
                 if failed_at.duration_since(begun) > export.deadline {
                     give_up = None;
                 }
@@ -87,7 +88,7 @@ pub async fn export_by(
     }
 }
 
-/// Returns true if a server was gone or had as many exports as it takes at once, or if shards have moved.
+/// Returns true if a server was gone or busy with other exports, or if shards have moved.
 fn passes(CallFailed { call, fault, .. }: &CallFailed) -> bool {
     match fault.kind {
         FaultKind::Unavailable => true,

@@ -25,10 +25,10 @@ use crate::{
 /// The checkpoint to go back to, and the state that may be given up for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GoBack {
-    /// None means the newest restorable checkpoint, with a warning for each newer one that cannot be restored.
+    /// None means the newest restorable checkpoint, with a warning for each newer checkpoint.
     pub checkpoint: Option<String>,
-    /// True if state on servers may be deleted. Otherwise only the `memory` tier's remaining state may be, after
-    /// another server lost its part.
+    /// True if state on servers may be deleted. Without it, only state of tier `memory` is deleted, after another
+    /// server lost its part.
     pub discard_state: bool,
 }
 
@@ -137,7 +137,7 @@ pub(super) async fn choose(cluster: &Cluster, how: &GoBack) -> Result<Checkpoint
     Ok(found)
 }
 
-/// Brings a job from the servers of `old` to those of `cluster`, by a checkpoint.
+/// Brings a job from the servers of `old` to the servers of `cluster`, by a checkpoint.
 pub(super) async fn move_from(old: &Cluster, cluster: &Cluster, how: &GoBack) -> Result<Checkpoint> {
     let found = choose(cluster, how).await?;
     if !how.discard_state {
@@ -155,9 +155,8 @@ pub(super) async fn move_from(old: &Cluster, cluster: &Cluster, how: &GoBack) ->
     Ok(found)
 }
 
-/// Waits until every server trains. Ranks other than 0 also wait for rank 0 to open the job, and while rank 0 replaces
-/// one state by another. `how` is how rank 0 may go back to a checkpoint. Where rank 0 must refuse that, the wait ends
-/// at once.
+/// Waits until every server trains. Ranks other than 0 also wait while rank 0 opens the job, or replaces its state.
+/// `how` is how rank 0 may go back to a checkpoint. Where rank 0 must refuse that, the wait ends at once.
 pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
@@ -238,7 +237,7 @@ async fn go_back_to(cluster: &Cluster, name: &str, there: &Whereabouts, discard:
         let lost = there.progress.ids().filter(|&server| there.progress[server].is_none());
         try_join_all(lost.map(|server| give_up_on(cluster, server))).await?;
     }
-    // A restore was cut off, or a part was lost at the checkpoint's own version: nothing has to be given up.
+    // Either a restore was cut off, or a part was lost at the checkpoint's own version. No state has to be given up.
     if holders.iter().all(|&server| there.version(server) == checkpoint.version) {
         match open_and_restore(cluster, name).await {
             Err(error)
@@ -280,8 +279,7 @@ async fn open_and_restore(cluster: &Cluster, name: &str) -> Result<Version> {
 
 /// Opens the job again. Memory and folders of a deleted job are free once its last call has ended.
 async fn open_again(cluster: &Cluster) -> Result<()> {
-    // Set at the first refusal: a server may read drives for a long time before it answers, and that is no
-    // waiting.
+    // Set at the first refusal: the deadline leaves out the time in which servers read their drives.
     let mut end = None;
     let mut backoff = Backoff::new();
     loop {
@@ -329,14 +327,14 @@ fn holders_and_lost(cluster: &Cluster, there: &Whereabouts) -> (Vec<(String, Ver
     (holders.into_iter().map(|server| (address(server), there.version(server))).collect(), lost)
 }
 
-/// Returns every checkpoint that any server lists, so that a partly readable one is not skipped in silence. The
-/// last sealed comes first: after a job went back, versions do not tell which is newer.
+/// Returns every checkpoint that any server lists: a partly readable checkpoint is not skipped in silence. The last
+/// sealed comes first: after a job went back, versions do not tell which is newer.
 async fn names_newest_first(cluster: &Cluster) -> Result<Vec<String>> {
     let listed = list_checkpoints(cluster, cluster.options.deadline).await?;
     Ok(listed.into_iter().rev().map(|checkpoint| checkpoint.name).collect())
 }
 
-/// Returns true if the checkpoint itself is at fault, so that an older one may be whole.
+/// Returns true if the checkpoint itself is at fault. An older checkpoint may then be whole.
 fn is_unreadable(error: &Error) -> bool {
     match error {
         Error::Call(failed) => {

@@ -108,10 +108,10 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
     })
 }
 
-/// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit.
-/// Rank 0 leaves the number of ranks as it is: a server that is behind may need the contributions of the ranks before.
-/// On rank 0, different versions mean that a server has died since the takeover, with a version that it had not
-/// kept. Rank 0 then takes over once more.
+/// Joins all servers, and waits until they hold one version: rank 0 may be joining too, and completing a commit. Rank
+/// 0 keeps the number of ranks: a server that is behind may need the former ranks' contributions. On rank 0,
+/// different versions mean that a server died since the takeover and lost a version. Rank 0 then takes over once
+/// more.
 ///
 /// Where versions differ, a new incarnation fences all servers and joins them once they agree. So a server that lacks
 /// the newest decision waits for no gradient of this process. Each server records that this process joined after that
@@ -246,9 +246,9 @@ pub(super) async fn leave(cluster: &Cluster, rank: &RankState) -> Result<()> {
     Ok(())
 }
 
-/// Fences earlier processes of rank 0 on all servers, so that the versions read afterwards do not change. Then
-/// completes the newest decision on servers that lack it, or takes it back if that is impossible. An earlier process
-/// may have added servers since this one connected, and goes on there until it is fenced too.
+/// Fences earlier processes of rank 0 on all servers. Versions read afterwards do not change. Then completes the
+/// newest decision on servers that lack it, or takes it back if that is impossible. An earlier process may have added
+/// servers since this one connected, and goes on there until it is fenced too.
 pub(crate) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
     let mut fenced = BTreeSet::new();
     let progress = loop {
@@ -358,7 +358,7 @@ async fn complete_commit(
         tracing::info!(server = cluster.address(server), step = newest, "completing a commit");
         cluster.unless_lost(server, commit_as(cluster, server, incarnation, &commit, (origins[server], None)))
     };
-    // Every call runs to its end, so that no server takes the decision after others have given it back.
+    // Every call runs to its end: no server may take the decision after others have given it back.
     let sent = join_all(behind.map(|(server, _)| send(server))).await;
     sent.into_iter().try_for_each(|sent| sent.map(drop))
 }

@@ -1,4 +1,5 @@
-//! A rank's session with all servers of its job: connect, open, join, and calls of operators.
+//! A rank's session with all servers of its job: connect, open, join, and an operator's calls. A trainer or a command
+//! owns the session, and its calls block their thread.
 
 mod admin;
 mod checkpoints;
@@ -210,8 +211,8 @@ impl Session {
         self.pull_as(Reading::new(version), order)
     }
 
-    /// The most bytes of weights that this process has held in host memory at once: weights on their way to
-    /// readers, and idle buffers. A pipeline that begins to pull on demand resets the count.
+    /// The most bytes of weights that this process has held in host memory at once, idle buffers included. A pipeline
+    /// that begins to pull on demand resets the count.
     pub fn weights_held(&self) -> u64 {
         self.pulls.most_held()
     }
@@ -258,8 +259,7 @@ impl Session {
         self.block_on(checkpoints::check_room(&self.cluster))
     }
 
-    /// Same as `checkpoint`. If another state has taken the name, as after the job went back, the first free name
-    /// of name.2, name.3, ... is used.
+    /// Same as `checkpoint`. A name that belongs to another state gets the first free number, as name.2.
     pub fn checkpoint_numbered(&self, name: &str) -> Result<Checkpoint> {
         self.block_unless_failed(checkpoints::checkpoint_numbered(&self.cluster, self.author(), name))
     }
@@ -289,9 +289,9 @@ impl Session {
         self.block_on(restore::restore(&self.cluster, name))
     }
 
-    /// Opens the job and fills it from a checkpoint, whichever servers have lost their part. A job that is open on
-    /// another number of servers comes from there, if they are at the checkpoint's version. State on servers is otherwise
-    /// deleted only if the caller allows it, or tier `memory` has lost the rest of it.
+    /// Opens the job and fills it from a checkpoint, whether or not servers have lost their part. A job on another
+    /// number of servers comes from there, if they are at the checkpoint's version. Other state is deleted only if
+    /// the caller allows it, or if tier `memory` has lost the rest.
     ///
     /// # Errors
     /// `StateKept` if state would have to be deleted and may not; `NoCheckpoint`; `NotRestored`.
@@ -303,7 +303,7 @@ impl Session {
         self.block_on(go_back::move_from(&old, &self.cluster, how))
     }
 
-    /// Returns true if the job is open on another number of servers, from which [`Session::go_back`] brings it.
+    /// Returns true if the job is open on another number of servers. [`Session::go_back`] can bring it here.
     pub fn is_elsewhere(&self) -> Result<bool> {
         Ok(self.block_on(open::elsewhere(&self.cluster))?.is_some())
     }
@@ -314,9 +314,9 @@ impl Session {
         self.block_on(admin::delete_job(&self.cluster, again))
     }
 
-    /// Asks the job to move to these servers, while its ranks train. New servers keep it in `tier`, or in that of the present
-    /// ones. Updates wait for moves at most for `max_exposed` of the time between two decisions. Returns once its servers know
-    /// of the wish.
+    /// Asks the job to move to these servers, while its ranks train. New servers keep the job in `tier`, or in the
+    /// present servers' tier. Updates wait for moves at most for `max_exposed` of the time between two decisions.
+    /// Returns once its servers know of the wish.
     ///
     /// # Errors
     /// `Call` if a server refuses: `Invalid` for a list that is empty or has repetitions, `Forbidden` for an identity

@@ -20,8 +20,8 @@ use crate::{
 /// The state of an opened job.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Opened {
-    /// No server has all of its weights yet, so upload or restore. Ranks other than 0 get `Fresh` for every state
-    /// but `Running`: rank 0 opens, restores and uploads, and the state meanwhile means nothing to others.
+    /// No server has all of its weights yet, so upload or restore. Ranks other than 0 get `Fresh` for every state but
+    /// `Running`: rank 0 alone restores and uploads.
     Fresh,
     /// A restore has begun and has not ended. `restore` of the same checkpoint continues it.
     Restoring { checkpoint: String },
@@ -74,8 +74,8 @@ fn has_trained<'a>(cluster: &Cluster, mut present: impl Iterator<Item = &'a JobP
     }
 }
 
-/// Opens the job on all servers. If a server refuses, those that have just created the job delete it: an empty part
-/// would stand in the way of a job on other servers.
+/// Opens the job on all servers. If a server refuses, servers that have just created the job delete it. An empty part
+/// would hinder a job on other servers.
 pub(super) async fn open_everywhere(cluster: &Cluster) -> Result<ByServer<JobProgress>> {
     open_but_for(cluster, |_| false).await
 }
@@ -107,7 +107,7 @@ pub(super) async fn open_but_for(
     answers.into_iter().map(progress).collect()
 }
 
-/// Returns the servers that hold the job if their number is another one than here.
+/// Returns the placement of a job that is open on another number of servers, and a server that knows it.
 pub(super) async fn elsewhere(cluster: &Cluster) -> Result<Option<(ServerId, Placement)>> {
     for server in cluster.servers() {
         if find(cluster, server).await?.is_none() {

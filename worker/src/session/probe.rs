@@ -49,7 +49,7 @@ impl Probe {
         self.chunks.iter().map(|(_, payload, _)| payload.bytes.len()).sum()
     }
 
-    /// Joins as a new process: the server forgets the rank's chunks, so that it stores the next ones instead of
+    /// Joins as a new process. The server then forgets the rank's chunks, and stores the next chunks instead of
     /// comparing them.
     pub fn rejoin(&mut self) -> Result<()> {
         let Session { cluster, rank, .. } = &self.session;

@@ -1,6 +1,6 @@
-//! A restore as one act over all servers: every server loads its part and holds it, and all start only once all
-//! hold theirs. After a fault, a lost answer or the client's death the job waits, and the next attempt continues
-//! from there.
+//! A restore as one act over all servers. Every server loads and holds its part, and all start once all hold their
+//! parts. After a fault, a lost answer or the client's death the job waits, and the next attempt continues from
+//! there.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ pub(super) async fn restore(cluster: &Cluster, name: &str) -> Result<Version> {
     Ok(loaded.first().map_or(Version(0), |(_, answer)| Version(answer.version)))
 }
 
-/// Returns what the servers know of a checkpoint without reading its tensors. Raises an error if a server cannot
+/// Returns the servers' facts about a checkpoint, without reading its tensors. Fails if a server cannot
 /// restore it.
 pub(super) async fn check_checkpoint(cluster: &Cluster, name: &str) -> Result<RestoreResponse> {
     let answers = cluster.on_all(|server| restore_on(cluster, server, name, RestoreMode::Check)).await?;

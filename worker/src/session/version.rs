@@ -28,7 +28,7 @@ pub fn asked_version<'a>(answers: impl IntoIterator<Item = &'a DescribeResponse>
     if have_left { newest } else { newest + lead(tried) }
 }
 
-/// Returns true if a server was asked for a version too late, or for one that no rank will make.
+/// Returns true if a server is past the version, or if no rank will make it.
 pub fn has_passed(fault: &Fault) -> bool {
     fault.kind == FaultKind::Precondition && fault.field == "version"
 }
