@@ -333,14 +333,15 @@ impl Store {
     pub(super) fn find(&self, at: u64, elements: u64, view: &View) -> bool {
         let Some(range) = self.next(at, elements) else { return false };
         let segments = &self.segments[range];
-        if segments.last().is_none_or(|segment| segment.range.end != at + elements) {
+        let (Some(first), Some(last)) = (segments.first(), segments.last()) else { return false };
+        // A segment that was begun by a payload is found from its start on.
+        let begun = (at - first.range.start) * self.dtype.bytes();
+        let Some(start) = view.at.checked_sub(begun).filter(|_| last.range.end == at + elements) else {
             return false;
-        }
+        };
         for segment in segments {
-            // A segment that was begun by a payload is found from its start on.
-            let before = at.saturating_sub(segment.range.start) * self.dtype.bytes();
-            let after = segment.range.start.saturating_sub(at) * self.dtype.bytes();
-            segment.find(View { at: view.at - before + after, ..view.clone() });
+            let offset = (segment.range.start - first.range.start) * self.dtype.bytes();
+            segment.find(View { at: start + offset, ..view.clone() });
         }
         true
     }
