@@ -123,9 +123,7 @@ impl Cluster {
         }
         lost
     }
-}
 
-impl Cluster {
     /// Ends the job on a server that has left it, or was given up. Returns false if the call failed.
     pub(crate) async fn retire(&self, server: ServerId, incarnation: Incarnation, time: Duration) -> bool {
         let placement = Some(self.placement().to_wire());

@@ -53,10 +53,6 @@ impl Feeds {
         self.now.as_ref()
     }
 
-    pub(super) fn next(&self) -> Option<&Feed> {
-        self.next.as_ref()
-    }
-
     /// Makes the feed of `version` the current step's. The feed was kept, was opened ahead, or is opened now.
     pub(super) fn take(&mut self, session: &Session, weights: &Weights, version: Version) -> Result<()> {
         let of = |feed: &Feed| feed.version() == version;
@@ -110,13 +106,13 @@ pub(super) fn has_room_ahead(session: &Session) -> bool {
 /// Waits until no gradient is lent any more, so that its memory can be used again. After a failure that memory is
 /// given up.
 pub(super) fn await_updates(session: &Session, version: Version) {
-    if !session.gradients.is_lending() {
+    if !session.gradients.retained.is_lending() {
         return;
     }
     let whole = 0..session.layout().elements();
     let pulled = session.pull(version, std::slice::from_ref(&whole));
     match pulled.and_then(|feed| feed.wait(whole.clone())) {
-        Ok(()) => session.gradients.updated(Step(version.0)),
+        Ok(()) => session.gradients.retained.updated(Step(version.0)),
         Err(error) => tracing::debug!(%error, "gradients lent to servers are given up"),
     }
 }
@@ -125,7 +121,7 @@ impl Pipeline {
     /// Returns the feed of the next step's weights, once they are requested. [`Pipeline::finish`] requests them.
     /// In a delayed job [`Pipeline::begin`] requests them already, if the host's memory has room.
     pub fn upcoming(&self) -> Option<Feed> {
-        self.feeds.next().cloned()
+        self.feeds.next.clone()
     }
 
     /// The version that the next step reads.

@@ -296,7 +296,7 @@ impl Assembler {
         let gradients = self.outbox.gradients();
         let all = 0..gradients.cluster.layout.elements();
         if let Some(feed) = self.feed.take_if(|feed| feed.is_ready(all)) {
-            gradients.updated(Step(feed.version().0));
+            gradients.retained.updated(Step(feed.version().0));
         }
     }
 

@@ -34,7 +34,7 @@ pub(crate) struct Gradients {
     pub(super) cluster: Arc<Cluster>,
     pub(super) rank: Arc<RankState>,
     pub(super) pool: BufferPool,
-    pub(super) retained: Retained,
+    pub(crate) retained: Retained,
     /// Empty until the rank has joined.
     pub(super) queues: OnceLock<Queues>,
     pub(crate) meter: Meter,
@@ -100,17 +100,6 @@ impl Gradients {
         let hearsay = cluster.options.rank != Rank(0) && cluster.servers().len() > 1;
         let lag = u64::from(hearsay || cluster.has_durable_later());
         self.retained.release(Step(step.0.saturating_sub(lag)));
-    }
-
-    /// Notes that all weights made by `step` were seen. The updates up to `step` are done, and no server reads the
-    /// gradients lent for them.
-    pub(crate) fn updated(&self, step: Step) {
-        self.retained.updated(step);
-    }
-
-    /// Returns true if servers may be reading gradients in this process.
-    pub(crate) fn is_lending(&self) -> bool {
-        self.retained.is_lending()
     }
 
     /// Number of chunks that no server has acknowledged yet.

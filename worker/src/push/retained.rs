@@ -235,8 +235,8 @@ impl Retained {
         self.free(|entries| entries.decided = entries.decided.max(step));
     }
 
-    /// Notes that the updates of steps up to this one are done. Their lent chunks are freed once they are
-    /// committed.
+    /// Notes that all weights made by `step` were seen: no server reads gradients of steps up to this one. Lent
+    /// chunks are freed once their step is committed, too.
     pub(crate) fn updated(&self, step: Step) {
         self.free(|entries| entries.updated = entries.updated.max(step));
     }
@@ -312,16 +312,6 @@ mod tests {
         assert!(retained.to_resend(lane(1, 0)).is_empty());
     }
 
-    #[test]
-    fn a_payload_is_freed_with_its_step() {
-        let retained = Retained::default();
-        let payload = Bytes::from(vec![0u8; 16]);
-        let kept = Payload { bytes: payload.clone(), place: None, over: None };
-        retained.keep(key(1, 0), Chunk { payload: kept, ..chunk() }, &[lane(0, 0)]);
-        assert!(!payload.is_unique());
-        retained.release(Step(1));
-        assert!(payload.is_unique());
-    }
     #[test]
     fn what_is_lent_is_freed_once_its_update_is_done_and_else_left_alone() {
         let budget = Budget::new("host", 1 << 20);
