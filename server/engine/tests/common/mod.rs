@@ -98,19 +98,26 @@ pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
 
 /// Encodes values for the wire, rounded to nearest.
 pub(crate) fn encode(values: &[f32], dtype: Dtype) -> Vec<u8> {
+    let narrow = |bits: fn(f32) -> u16| {
+        let narrow: Vec<u16> = values.iter().map(|&x| bits(x)).collect();
+        bytemuck::cast_slice(&narrow).to_vec()
+    };
     match dtype {
-        Dtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        Dtype::F16 => values.iter().flat_map(|&x| half::f16::from_f32(x).to_le_bytes()).collect(),
-        Dtype::Bf16 => values.iter().flat_map(|&x| half::bf16::from_f32(x).to_le_bytes()).collect(),
+        Dtype::F32 => bytemuck::cast_slice(values).to_vec(),
+        Dtype::F16 => narrow(|x| half::f16::from_f32(x).to_bits()),
+        Dtype::Bf16 => narrow(|x| half::bf16::from_f32(x).to_bits()),
     }
 }
 
 pub(crate) fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
-    let pair = |pair: &[u8]| [pair[0], pair[1]];
+    let widen = |value: fn(u16) -> f32| {
+        let halves = bytes.as_chunks().0.iter();
+        halves.map(|&half| value(u16::from_le_bytes(half))).collect()
+    };
     match dtype {
-        Dtype::F32 => bytes.chunks(4).map(|four| f32::from_le_bytes(four.try_into().unwrap())).collect(),
-        Dtype::F16 => bytes.chunks(2).map(|two| half::f16::from_le_bytes(pair(two)).to_f32()).collect(),
-        Dtype::Bf16 => bytes.chunks(2).map(|two| half::bf16::from_le_bytes(pair(two)).to_f32()).collect(),
+        Dtype::F32 => bytes.as_chunks().0.iter().map(|&four| f32::from_le_bytes(four)).collect(),
+        Dtype::F16 => widen(|bits| half::f16::from_bits(bits).to_f32()),
+        Dtype::Bf16 => widen(|bits| half::bf16::from_bits(bits).to_f32()),
     }
 }
 

@@ -1,10 +1,10 @@
 //! The expected result of a job: plain loops over f32, from the documented formulas alone. The engine shares
 //! no code with them, so a test passes wrongly only if both are wrong in the same way.
 
-use std::ops::Range;
+use std::{ops::Range, sync::OnceLock};
 
 use longshore_proto::{
-    Commit, Correction, Dtype, Hyper, JobSpec, MasterFormat, Rule, StateFormat, Version, checksum::state_hash,
+    Commit, Dtype, Hyper, JobSpec, MasterFormat, Rule, StateFormat, Version, checksum::state_hash,
 };
 
 use super::{BLOCK, decode, encode, low::Low};
@@ -65,6 +65,8 @@ pub(crate) struct Reference {
     low: Option<Low>,
     /// The given weights in the image's format. Frozen ranges of every image equal them.
     given: Vec<u8>,
+    /// Hash of this version, once a test has asked for it.
+    hash: OnceLock<String>,
 }
 
 impl Reference {
@@ -100,6 +102,7 @@ impl Reference {
             low,
             spec: spec.clone(),
             given,
+            hash: OnceLock::new(),
         };
         reference.image = reference.with_frozen(reference.image.clone());
         reference
@@ -125,6 +128,7 @@ impl Reference {
     /// `contributions` are wire bytes of the whole flat space, ordered by micro-step, then by rank.
     pub(crate) fn step(&mut self, contributions: &[Vec<u8>], commit: &Commit) {
         let gradient = sum(&self.spec, contributions);
+        self.hash.take();
         self.version += 1;
         assert_eq!(commit.step.0, self.version);
         if commit.skip {
@@ -141,23 +145,29 @@ impl Reference {
         let multiplier = multipliers(&self.spec, commit);
         let mut emitted = vec![0.0; self.master.len()];
         let times = self.times(commit);
+        let mut known: Option<(u32, u64, Terms)> = None;
         for (index, &raw) in gradient.iter().enumerate() {
-            let (hyper, multiplier) = (&commit.groups[self.group[index] as usize], multiplier[index]);
+            let (group, multiplier) = (self.group[index], multiplier[index]);
+            let hyper = &commit.groups[group as usize];
             let old = self.master[index];
             let Some(t) = times[index] else {
                 emitted[index] = quiet(old);
                 continue;
             };
+            if known.as_ref().is_none_or(|known| (known.0, known.1) != (group, t)) {
+                let lr = commit.correction.look_ahead().get(group as usize).copied();
+                known = Some((group, t, Terms::of(self.spec.rule, hyper, t, lr)));
+            }
+            let (_, _, terms) = known.as_ref().unwrap();
             let (mut a, mut b) = (at(&self.first, index), at(&self.second, index));
-            let new = update(self.spec.rule, hyper, t, raw * multiplier, old, &mut a, &mut b);
+            let new = update(self.spec.rule, hyper, terms, raw * multiplier, old, &mut a, &mut b);
             self.master[index] = quiet(new);
             set(&mut self.first, index, a);
             set(&mut self.second, index, b);
-            emitted[index] = quiet(match &commit.correction {
-                Correction::None => new,
-                Correction::LookAhead(lr) => {
-                    let lr = lr[self.group[index] as usize];
-                    new - ahead(self.spec.rule, hyper, lr, t, raw * multiplier, (old, new), (a, b))
+            emitted[index] = quiet(match &terms.ahead {
+                None => new,
+                Some(of) => {
+                    new - ahead(self.spec.rule, hyper, (terms, of), raw * multiplier, (old, new), (a, b))
                 }
             });
         }
@@ -174,6 +184,10 @@ impl Reference {
     }
 
     pub(crate) fn hash(&self) -> String {
+        self.hash.get_or_init(|| self.compute_hash()).clone()
+    }
+
+    fn compute_hash(&self) -> String {
         let blocks = self.master.len() / BLOCK;
         let (frozen, size) = (frozen(&self.spec), BLOCK * self.spec.image_dtype.bytes() as usize);
         let hashes: Vec<[u8; 32]> = (0..blocks)
@@ -294,26 +308,72 @@ fn tree(lanes: &mut [f64]) -> f64 {
     tree(&mut lanes[..half])
 }
 
-fn update(rule: Rule, h: &Hyper, t: u64, g: f32, old: f32, first: &mut f32, second: &mut f32) -> f32 {
+/// Factors of a step that are the same for all elements of one param group and t.
+struct Terms {
+    /// Learning rate over Adam's first correction, or NAdam's and Adagrad's rate of the gradient.
+    rate: f32,
+    /// NAdam's rate of the mean.
+    mean_rate: f32,
+    inverse_root: f32,
+    is_first: bool,
+    ahead: Option<AheadTerms>,
+}
+
+/// Factors of the look-ahead by a step of another learning rate.
+struct AheadTerms {
+    mean: f32,
+    gradient: f32,
+    weight: f32,
+}
+
+impl Terms {
+    fn of(rule: Rule, h: &Hyper, t: u64, look_ahead: Option<f64>) -> Terms {
+        let power = |base: f64| base.powi(t as i32);
+        let (mut rate, mut mean_rate) = (h.lr / (1.0 - power(h.beta1)), 0.0);
+        if rule == Rule::NAdam {
+            let mu = |i: u64| h.beta1 * (1.0 - 0.5 * 0.96f64.powf(i as f64 * h.momentum_decay));
+            let product: f64 = (1..=t).map(mu).product();
+            rate = h.lr * (1.0 - mu(t)) / (1.0 - product);
+            mean_rate = h.lr * mu(t + 1) / (1.0 - product * mu(t + 1));
+        } else if rule == Rule::Adagrad {
+            rate = h.lr / (1.0 + (t - 1) as f64 * h.lr_decay);
+        }
+        let inverse_root = (1.0 / (1.0 - power(h.beta2)).sqrt()) as f32;
+        let ahead = look_ahead.map(|lr| match rule {
+            Rule::AdamW | Rule::Adam => AheadTerms {
+                mean: (lr * h.beta1 / (1.0 - power(h.beta1))) as f32,
+                gradient: (lr * 2.0 * (1.0 - h.beta1)) as f32,
+                weight: if rule == Rule::Adam { 0.0 } else { (lr * h.beta1 * h.weight_decay) as f32 },
+            },
+            Rule::Sgd => {
+                let known = if h.nesterov { h.momentum * h.momentum } else { h.momentum };
+                let gradient = (lr * 2.0 * (1.0 - h.dampening)) as f32;
+                AheadTerms { mean: (lr * known) as f32, gradient, weight: 0.0 }
+            }
+            Rule::Lion | Rule::Adagrad | Rule::NAdam => {
+                unreachable!("a commit that looks ahead is refused for {rule}")
+            }
+        });
+        Terms { rate: rate as f32, mean_rate: mean_rate as f32, inverse_root, is_first: t == 1, ahead }
+    }
+}
+
+fn update(rule: Rule, h: &Hyper, terms: &Terms, g: f32, old: f32, first: &mut f32, second: &mut f32) -> f32 {
     let (lr, decay) = (h.lr as f32, h.weight_decay as f32);
     let shrink = (1.0 - h.lr * h.weight_decay) as f32;
     match rule {
-        Rule::AdamW => adam(h, t, g, old * shrink, first, second),
-        Rule::Adam => adam(h, t, g + decay * old, old, first, second),
+        Rule::AdamW => adam(h, terms, g, old * shrink, first, second),
+        Rule::Adam => adam(h, terms, g + decay * old, old, first, second),
         Rule::Sgd if h.momentum == 0.0 => old - lr * (g + decay * old),
         Rule::Sgd => {
             let (g, momentum) = (g + decay * old, h.momentum as f32);
-            *first = if t == 1 { g } else { *first * momentum + g * (1.0 - h.dampening) as f32 };
+            *first = if terms.is_first { g } else { *first * momentum + g * (1.0 - h.dampening) as f32 };
             old - lr * if h.nesterov { g + *first * momentum } else { *first }
         }
         Rule::NAdam => {
             let g = g + decay * old;
-            let mu = |i: u64| h.beta1 * (1.0 - 0.5 * 0.96f64.powf(i as f64 * h.momentum_decay));
-            let product: f64 = (1..=t).map(mu).product();
-            let of_gradient = (h.lr * (1.0 - mu(t)) / (1.0 - product)) as f32;
-            let of_mean = (h.lr * mu(t + 1) / (1.0 - product * mu(t + 1))) as f32;
-            let root = adam_root(h, t, g, first, second);
-            old - of_gradient * (g / root) - of_mean * (*first / root)
+            let root = adam_root(h, terms, g, first, second);
+            old - terms.rate * (g / root) - terms.mean_rate * (*first / root)
         }
         Rule::Lion => {
             let direction = *first * h.beta1 as f32 + g * (1.0 - h.beta1) as f32;
@@ -324,58 +384,41 @@ fn update(rule: Rule, h: &Hyper, t: u64, g: f32, old: f32, first: &mut f32, seco
         Rule::Adagrad => {
             let g = g + decay * old;
             *first += g * g;
-            let rate = (h.lr / (1.0 + (t - 1) as f64 * h.lr_decay)) as f32;
-            old - rate * (g / (first.sqrt() + h.eps as f32))
+            old - terms.rate * (g / (first.sqrt() + h.eps as f32))
         }
     }
 }
 
-fn adam(h: &Hyper, t: u64, g: f32, master: f32, first: &mut f32, second: &mut f32) -> f32 {
-    let root = adam_root(h, t, g, first, second);
-    let rate = (h.lr / (1.0 - h.beta1.powi(t as i32))) as f32;
-    master - rate * (*first / root)
+fn adam(h: &Hyper, terms: &Terms, g: f32, master: f32, first: &mut f32, second: &mut f32) -> f32 {
+    let root = adam_root(h, terms, g, first, second);
+    master - terms.rate * (*first / root)
 }
 
 /// Updates Adam's moments and returns the denominator of a step.
-fn adam_root(h: &Hyper, t: u64, g: f32, first: &mut f32, second: &mut f32) -> f32 {
+fn adam_root(h: &Hyper, terms: &Terms, g: f32, first: &mut f32, second: &mut f32) -> f32 {
     *first += (g - *first) * (1.0 - h.beta1) as f32;
     *second = *second * h.beta2 as f32 + ((1.0 - h.beta2) as f32 * g) * g;
-    let inverse_root = (1.0 / (1.0 - h.beta2.powi(t as i32)).sqrt()) as f32;
-    second.sqrt() * inverse_root + h.eps as f32
+    second.sqrt() * terms.inverse_root + h.eps as f32
 }
 
-/// Returns the look-ahead of an image: how far it precedes the new weight. The known part of the next step is
-/// computed with the learning rate `lr`.
+/// Returns the look-ahead of an image: the distance by which the image precedes the new weight.
 fn ahead(
     rule: Rule,
     h: &Hyper,
-    lr: f64,
-    t: u64,
+    (terms, of): (&Terms, &AheadTerms),
     g: f32,
     (old, new): (f32, f32),
     (first, second): (f32, f32),
 ) -> f32 {
     let l2 = g + h.weight_decay as f32 * old;
+    let adam = |g: f32| {
+        (of.mean * first + of.gradient * g) / (second.sqrt() * terms.inverse_root + h.eps as f32)
+            + of.weight * new
+    };
     match rule {
-        Rule::AdamW => {
-            ahead_of_adam(h, lr, t, g, first, second) + (lr * h.beta1 * h.weight_decay) as f32 * new
-        }
-        Rule::Adam => ahead_of_adam(h, lr, t, l2, first, second) + 0.0 * new,
-        Rule::Sgd if h.momentum == 0.0 => 0.0,
-        Rule::Sgd => {
-            let known = if h.nesterov { h.momentum * h.momentum } else { h.momentum };
-            (lr * known) as f32 * first + (lr * 2.0 * (1.0 - h.dampening)) as f32 * l2
-        }
-        Rule::Lion | Rule::Adagrad | Rule::NAdam => {
-            unreachable!("a commit that looks ahead is refused for {rule}")
-        }
+        Rule::AdamW => adam(g),
+        Rule::Adam => adam(l2),
+        _ if h.momentum == 0.0 => 0.0,
+        _ => of.mean * first + of.gradient * l2,
     }
-}
-
-fn ahead_of_adam(h: &Hyper, lr: f64, t: u64, g: f32, first: f32, second: f32) -> f32 {
-    let power = |base: f64| base.powi(t as i32);
-    let of_first = (lr * h.beta1 / (1.0 - power(h.beta1))) as f32 * first;
-    let of_gradient = (lr * 2.0 * (1.0 - h.beta1)) as f32 * g;
-    let inverse_root = (1.0 / (1.0 - power(h.beta2)).sqrt()) as f32;
-    (of_first + of_gradient) / (second.sqrt() * inverse_root + h.eps as f32)
 }

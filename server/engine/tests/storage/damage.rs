@@ -11,7 +11,7 @@ use longshore_proto::{FaultKind, Formats, JobSpec, MasterFormat, ServerId, State
 use super::{
     BLOCK, Cluster, Dirs, check,
     common::Noise,
-    disk::{Disks, Image},
+    disk::{self, Disks, Image},
     host, need_on, open, references, run_steps, small, started, weights,
 };
 
@@ -20,9 +20,7 @@ const TABLES: u64 = 4 * RECORDS;
 
 fn flip(image: &Image, at: u64, bit: u32) -> Option<Image> {
     let mut image = image.clone();
-    let file = image.values_mut().next().unwrap();
-    file.get_mut(&(at & !4095)).map(|page| page[(at % 4096) as usize] ^= 1 << bit)?;
-    Some(image)
+    disk::flip(image.values_mut().next().unwrap(), at, bit).map(|()| image)
 }
 
 #[test]

@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeMap,
     io,
+    ops::RangeInclusive,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, mpsc},
     thread,
@@ -15,15 +16,19 @@ use crate::common::Noise;
 
 /// The largest unit that a device writes whole during a power failure.
 const SECTOR: usize = 512;
+const PAGE: usize = 4096;
+
+/// Images and events share pages, so that an image costs no copy of its bytes.
+type Page = Arc<[u8; PAGE]>;
 
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
-    Write { path: PathBuf, offset: u64, bytes: Arc<Vec<u8>> },
+    Write { path: PathBuf, offset: u64, pages: Vec<Page> },
     Flush { path: PathBuf },
 }
 
-/// A disk's bytes, sparse, by offset in steps of 4 KiB.
-pub(crate) type Image = BTreeMap<PathBuf, BTreeMap<u64, Vec<u8>>>;
+/// The written pages of each file, by offset.
+pub(crate) type Image = BTreeMap<PathBuf, BTreeMap<u64, Page>>;
 
 #[derive(Default)]
 struct DiskState {
@@ -48,24 +53,33 @@ struct Simulated {
     queue: mpsc::Sender<Request>,
 }
 
-pub(crate) fn apply(image: &mut Image, path: &Path, offset: u64, bytes: &[u8]) {
+fn apply(image: &mut Image, path: &Path, offset: u64, pages: &[Page]) {
     let file = image.entry(path.to_path_buf()).or_default();
-    for (index, part) in bytes.chunks(4096).enumerate() {
-        let at = offset + (index * 4096) as u64;
-        assert!(at.is_multiple_of(4096) && part.len() == 4096, "unaligned write at {offset}");
-        file.insert(at, part.to_vec());
-    }
+    file.extend((offset..).step_by(PAGE).zip(pages.iter().cloned()));
+}
+
+fn pages_of(offset: u64, bytes: &[u8]) -> Vec<Page> {
+    let (pages, rest) = bytes.as_chunks();
+    assert!(rest.is_empty() && offset.is_multiple_of(PAGE as u64), "unaligned write at {offset}");
+    pages.iter().map(|page| Arc::new(*page)).collect()
 }
 
 fn look(image: &Image, path: &Path, offset: u64, bytes: &mut [u8]) {
     let empty = BTreeMap::new();
     let file = image.get(path).unwrap_or(&empty);
-    for (index, part) in bytes.chunks_mut(4096).enumerate() {
-        match file.get(&(offset + (index * 4096) as u64)) {
-            Some(page) => part.copy_from_slice(page),
+    for (at, part) in (offset..).step_by(PAGE).zip(bytes.chunks_mut(PAGE)) {
+        match file.get(&at) {
+            Some(page) => part.copy_from_slice(&**page),
             None => part.fill(0),
         }
     }
+}
+
+/// Flips a bit of a page, if the page was written.
+pub(crate) fn flip(file: &mut BTreeMap<u64, Page>, at: u64, bit: u32) -> Option<()> {
+    let page = file.get_mut(&(at - at % PAGE as u64))?;
+    Arc::make_mut(page)[at as usize % PAGE] ^= 1 << bit;
+    Some(())
 }
 
 impl Disks {
@@ -92,14 +106,14 @@ impl Disks {
     pub(crate) fn find(&self, file: &str, page: &[u8]) -> Option<u64> {
         let state = self.state.lock().unwrap();
         let (_, pages) = state.image.iter().find(|(path, _)| path.ends_with(file))?;
-        pages.iter().find_map(|(&at, found)| (found == page).then_some(at))
+        pages.iter().find_map(|(&at, found)| (**found == *page).then_some(at))
     }
 
     /// Flips a bit of the file whose path ends in `file`.
     pub(crate) fn flip(&self, file: &str, at: u64, bit: u32) {
         let mut state = self.state.lock().unwrap();
         let of = state.image.iter_mut().find(|(path, _)| path.ends_with(file)).expect("written").1;
-        of.get_mut(&(at & !4095)).expect("written")[(at % 4096) as usize] ^= 1 << bit;
+        self::flip(of, at, bit).expect("written");
     }
 
     pub(crate) fn fail_write(&self, after: usize, kind: io::ErrorKind) {
@@ -138,9 +152,9 @@ impl Disks {
             if let Some((_, kind)) = state.fail_write.take_if(|(at, _)| *at == writes) {
                 return Err(kind.into());
             }
-            apply(&mut state.image, path, part.offset, bytes);
-            let bytes = Arc::new(bytes.to_vec());
-            state.events.push(Event::Write { path: path.to_path_buf(), offset: part.offset, bytes });
+            let pages = pages_of(part.offset, bytes);
+            apply(&mut state.image, path, part.offset, &pages);
+            state.events.push(Event::Write { path: path.to_path_buf(), offset: part.offset, pages });
         }
         Ok(())
     }
@@ -167,7 +181,8 @@ impl Disk for Simulated {
     }
 
     fn give_back(&self, range: std::ops::Range<u64>) -> io::Result<()> {
-        let zeros = vec![0; (range.end - range.start) as usize];
+        let zero = Arc::new([0; PAGE]);
+        let zeros = vec![zero; (range.end - range.start) as usize / PAGE];
         apply(&mut self.disks.state.lock().unwrap().image, &self.path, range.start, &zeros);
         Ok(())
     }
@@ -201,6 +216,36 @@ pub(crate) enum Failure {
     Kept,
 }
 
+impl Failure {
+    const ALL: [Failure; 5] = [Failure::Torn, Failure::Garbled, Failure::Some, Failure::Lost, Failure::Kept];
+}
+
+/// Runs `check` on the disks after each kind of power failure behind each of these numbers of events, with each seed.
+/// Disks that an earlier failure left too, under the same `promise`, are checked once.
+pub(crate) fn each_crash<P: PartialEq + Copy>(
+    (before, events): (&Image, &[Event]),
+    counts: RangeInclusive<usize>,
+    seeds: u64,
+    promise: impl Fn(usize) -> P,
+    mut check: impl FnMut(usize, Failure, P, Image),
+) {
+    let mut checked: Vec<(P, Image)> = Vec::new();
+    for count in counts {
+        let mut here: Vec<(P, Image)> = Vec::new();
+        for (seed, failure) in (0..seeds).flat_map(|seed| Failure::ALL.map(|failure| (seed, failure))) {
+            let seed = count as u64 * 10 + seed * 5 + failure as u64;
+            let found = (promise(count), crash(before, events, count, failure, seed));
+            if checked.contains(&found) {
+                here.push(found);
+            } else if !here.contains(&found) {
+                check(count, failure, found.0, found.1.clone());
+                here.push(found);
+            }
+        }
+        checked = here;
+    }
+}
+
 /// Returns the disks after a power failure behind the first `count` events. `before` is their content before
 /// the events.
 pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Failure, seed: u64) -> Image {
@@ -211,27 +256,27 @@ pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Fai
     };
     let mut pending = Vec::new();
     for (index, event) in events[..count].iter().enumerate() {
-        let Event::Write { path, offset, bytes } = event else { continue };
+        let Event::Write { path, offset, pages } = event else { continue };
         if flushed(index, path) {
-            apply(&mut image, path, *offset, bytes);
+            apply(&mut image, path, *offset, pages);
         } else {
-            pending.push((path, *offset, bytes));
+            pending.push((path, *offset, pages));
         }
     }
     // Writes in flight together have no order, so they are shuffled.
     for index in (1..pending.len()).rev() {
         pending.swap(index, noise.below(index + 1));
     }
-    for (path, offset, bytes) in pending {
-        let kept = match failure {
-            Failure::Lost => continue,
-            Failure::Kept => bytes.to_vec(),
-            Failure::Some if noise.one_in(2) => continue,
-            Failure::Some => bytes.to_vec(),
+    for (path, offset, pages) in pending {
+        match failure {
+            Failure::Lost => {}
+            Failure::Some if noise.one_in(2) => {}
+            Failure::Some | Failure::Kept => apply(&mut image, path, offset, pages),
             Failure::Torn | Failure::Garbled => {
-                let mut under = vec![0; bytes.len()];
+                let mut under = vec![0; pages.len() * PAGE];
                 look(&image, path, offset, &mut under);
-                for (target, source) in under.chunks_mut(SECTOR).zip(bytes.chunks(SECTOR)) {
+                let sectors = pages.iter().flat_map(|page| page.chunks(SECTOR));
+                for (target, source) in under.chunks_mut(SECTOR).zip(sectors) {
                     match noise.below(3) {
                         0 => target.copy_from_slice(source),
                         1 if matches!(failure, Failure::Garbled) => {
@@ -240,10 +285,9 @@ pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Fai
                         _ => {}
                     }
                 }
-                under
+                apply(&mut image, path, offset, &pages_of(offset, &under));
             }
-        };
-        apply(&mut image, path, offset, &kept);
+        }
     }
     image
 }

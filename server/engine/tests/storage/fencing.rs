@@ -7,7 +7,7 @@ use longshore_proto::{Fault, FaultKind, Incarnation, Rank, TierKind, Version};
 use super::{
     Dirs, check,
     common::cluster::Cluster,
-    disk::{Disks, Failure, Image, crash},
+    disk::{Disks, Failure, Image, each_crash},
     open, references, run_steps, small, started, step_of,
 };
 
@@ -107,15 +107,13 @@ fn a_crash_anywhere_forgets_no_join_that_was_answered() {
     }
     drop(cluster);
     let events = disks.events();
-    for count in answered[0].0..=events.len() {
-        let promised = answered.iter().rposition(|(before, _)| *before <= count).unwrap();
+    let promise = |count: usize| answered.iter().rposition(|(before, _)| *before <= count).unwrap();
+    let checked = |count: usize, failure: Failure, promised: usize, image: Image| {
         let allowed = [promised, (promised + 1).min(3)].map(|index| answered[index].1);
-        for failure in [Failure::Lost, Failure::Some, Failure::Torn, Failure::Garbled, Failure::Kept] {
-            let image = crash(&Image::new(), &events, count, failure, count as u64);
-            let found = joined(&open(&spec, &dirs.with(image)).unwrap());
-            assert!(allowed.contains(&found), "{failure:?} at {count}: {found:?}, not of {allowed:?}");
-        }
-    }
+        let found = joined(&open(&spec, &dirs.with(image)).unwrap());
+        assert!(allowed.contains(&found), "{failure:?} at {count}: {found:?}, not of {allowed:?}");
+    };
+    each_crash((&Image::new(), &events), answered[0].0..=events.len(), 1, promise, checked);
 }
 
 #[test]

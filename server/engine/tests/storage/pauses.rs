@@ -6,7 +6,7 @@ use longshore_proto::{Commit, Epoch, JobSpec, Placement, TierKind, Version};
 use super::{
     Dirs,
     common::cluster::Cluster,
-    disk::{Disks, Failure, Image, crash},
+    disk::{Disks, Failure, Image, each_crash},
     open, references, small, started, step_of,
 };
 
@@ -47,24 +47,21 @@ fn a_pause_and_its_end_survive_every_power_failure() {
         assert!(events.len() > before, "a resume is kept before it is answered");
         drop(cluster);
         let expected = references(&spec, 2).remove(2).hash();
-        for count in before..=events.len() {
-            for (seed, failure) in
-                [Failure::Lost, Failure::Some, Failure::Torn, Failure::Kept].into_iter().enumerate()
-            {
-                let image = crash(&Image::new(), &events, count, failure, count as u64 * 10 + seed as u64);
-                let cluster = open(&spec, &dirs.with(image)).unwrap();
-                let (still, over) =
-                    ((paused_for(REASON), 1.0, REASON.to_string()), (Phase::Training, 0.5, String::new()));
-                let found = found(&cluster);
-                assert!(found == still || found == over, "{failure:?} at {count}: {found:?}");
-                assert!(count > before || found == still, "{failure:?}: nobody has resumed it");
-                assert!(count < events.len() || found == over, "{failure:?}: the resume was answered");
-                assert_eq!(cluster.hash(), expected);
-                // A repeated resume changes nothing, or takes effect if the first one was lost.
-                assert_eq!(cluster.jobs[0].protocol.resume(Some(Version(2)), 0.5), Ok(true));
-                assert_eq!(self::found(&cluster), over);
-            }
-        }
+        let checked = |count: usize, failure: Failure, (begun, answered): (bool, bool), image: Image| {
+            let cluster = open(&spec, &dirs.with(image)).unwrap();
+            let (still, over) =
+                ((paused_for(REASON), 1.0, REASON.to_string()), (Phase::Training, 0.5, String::new()));
+            let found = found(&cluster);
+            assert!(found == still || found == over, "{failure:?} at {count}: {found:?}");
+            assert!(begun || found == still, "{failure:?}: nobody has resumed it");
+            assert!(!answered || found == over, "{failure:?}: the resume was answered");
+            assert_eq!(cluster.hash(), expected);
+            // A repeated resume changes nothing, or takes effect if the first one was lost.
+            assert_eq!(cluster.jobs[0].protocol.resume(Some(Version(2)), 0.5), Ok(true));
+            assert_eq!(self::found(&cluster), over);
+        };
+        let promise = |count: usize| (count > before, count == events.len());
+        each_crash((&Image::new(), &events), before..=events.len(), 1, promise, checked);
     }
 }
 
