@@ -25,7 +25,7 @@ pub struct Record {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,
     /// Standing, if the job was paused or resumed since the version was decided.
-    #[serde(default, with = "standing", skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub standing: Option<Standing>,
     /// The placement at this version, if it is another one than that which the server was opened with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -86,11 +86,12 @@ pub struct KeptShard {
 }
 
 /// The last pause or resume since a version was decided. Without a standing, the commit's pause holds.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Standing {
     /// Why the job is paused; None once it was resumed.
     pub paused: Option<String>,
     /// The loss scale that an operator chose with the resume, for steps that read this version.
+    #[serde(default, serialize_with = "Exact::write_option", deserialize_with = "Exact::read_option")]
     pub loss_scale: Option<f64>,
 }
 
@@ -109,6 +110,24 @@ pub struct Joined {
 /// An f64 as Rust prints it: the shortest decimal that reads back as the same bits.
 #[derive(Clone, Copy)]
 struct Exact(f64);
+
+impl Exact {
+    fn write<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+        Exact(*value).serialize(serializer)
+    }
+
+    fn read<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+        Exact::deserialize(deserializer).map(|Exact(value)| value)
+    }
+
+    fn write_option<S: Serializer>(value: &Option<f64>, serializer: S) -> Result<S::Ok, S::Error> {
+        value.map(Exact).serialize(serializer)
+    }
+
+    fn read_option<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<f64>, D::Error> {
+        Ok(Option::<Exact>::deserialize(deserializer)?.map(|Exact(value)| value))
+    }
+}
 
 impl Serialize for Exact {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -140,7 +159,7 @@ struct CommitRecord {
     left_out: Vec<(u32, u64, u8)>,
     norm: Exact,
     loss_scale: Exact,
-    groups: Vec<HyperRecord>,
+    groups: Vec<Group>,
     /// In hex, since each byte of a JSON array would take a line.
     trainer_state: String,
     decided_by: Incarnation,
@@ -150,72 +169,33 @@ struct CommitRecord {
     placement: Option<PlacementChange>,
 }
 
+/// Field by field the JSON of [`Hyper`]. The compiler refuses a field that is missing here.
 #[derive(Serialize, Deserialize)]
-struct StandingRecord {
-    paused: Option<String>,
-    loss_scale: Option<Exact>,
-}
-
-#[derive(Serialize, Deserialize)]
+#[serde(remote = "Hyper")]
 struct HyperRecord {
-    lr: Exact,
-    beta1: Exact,
-    beta2: Exact,
-    eps: Exact,
-    weight_decay: Exact,
-    momentum: Exact,
-    dampening: Exact,
+    #[serde(serialize_with = "Exact::write", deserialize_with = "Exact::read")]
+    lr: f64,
+    #[serde(serialize_with = "Exact::write", deserialize_with = "Exact::read")]
+    beta1: f64,
+    #[serde(serialize_with = "Exact::write", deserialize_with = "Exact::read")]
+    beta2: f64,
+    #[serde(serialize_with = "Exact::write", deserialize_with = "Exact::read")]
+    eps: f64,
+    #[serde(serialize_with = "Exact::write", deserialize_with = "Exact::read")]
+    weight_decay: f64,
+    #[serde(serialize_with = "Exact::write", deserialize_with = "Exact::read")]
+    momentum: f64,
+    #[serde(serialize_with = "Exact::write", deserialize_with = "Exact::read")]
+    dampening: f64,
     nesterov: bool,
-    lr_decay: Exact,
-    momentum_decay: Exact,
+    #[serde(serialize_with = "Exact::write", deserialize_with = "Exact::read")]
+    lr_decay: f64,
+    #[serde(serialize_with = "Exact::write", deserialize_with = "Exact::read")]
+    momentum_decay: f64,
 }
 
-impl From<&Hyper> for HyperRecord {
-    fn from(hyper: &Hyper) -> HyperRecord {
-        // The pattern names all fields, so that a new one cannot be forgotten here.
-        let Hyper {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            momentum,
-            dampening,
-            nesterov,
-            lr_decay,
-            momentum_decay,
-        } = *hyper;
-        HyperRecord {
-            lr: Exact(lr),
-            beta1: Exact(beta1),
-            beta2: Exact(beta2),
-            eps: Exact(eps),
-            weight_decay: Exact(weight_decay),
-            momentum: Exact(momentum),
-            dampening: Exact(dampening),
-            nesterov,
-            lr_decay: Exact(lr_decay),
-            momentum_decay: Exact(momentum_decay),
-        }
-    }
-}
-
-impl From<HyperRecord> for Hyper {
-    fn from(record: HyperRecord) -> Hyper {
-        Hyper {
-            lr: record.lr.0,
-            beta1: record.beta1.0,
-            beta2: record.beta2.0,
-            eps: record.eps.0,
-            weight_decay: record.weight_decay.0,
-            momentum: record.momentum.0,
-            dampening: record.dampening.0,
-            nesterov: record.nesterov,
-            lr_decay: record.lr_decay.0,
-            momentum_decay: record.momentum_decay.0,
-        }
-    }
-}
+#[derive(Serialize, Deserialize)]
+struct Group(#[serde(with = "HyperRecord")] Hyper);
 
 /// Used by `#[serde(with = "record::commit")]`.
 pub(crate) mod commit {
@@ -247,39 +227,13 @@ pub(crate) mod commit {
                 .into_iter()
                 .map(|(param, steps, now)| LeftOut { param, steps, now: now != 0 })
                 .collect(),
-            groups: record.groups.into_iter().map(Hyper::from).collect(),
+            groups: record.groups.into_iter().map(|Group(hyper)| hyper).collect(),
             norm: record.norm.0,
             loss_scale: record.loss_scale.0,
             trainer_state,
             decided_by: record.decided_by,
             pause_reason: record.pause_reason,
             placement: record.placement,
-        }))
-    }
-}
-
-/// Used by `#[serde(with = "record::standing")]`.
-pub(crate) mod standing {
-    use super::*;
-
-    pub(crate) fn serialize<S: Serializer>(
-        standing: &Option<Standing>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        let record = standing.clone().map(|Standing { paused, loss_scale }| StandingRecord {
-            paused,
-            loss_scale: loss_scale.map(Exact),
-        });
-        record.serialize(serializer)
-    }
-
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Option<Standing>, D::Error> {
-        let record = Option::<StandingRecord>::deserialize(deserializer)?;
-        Ok(record.map(|StandingRecord { paused, loss_scale }| Standing {
-            paused,
-            loss_scale: loss_scale.map(|Exact(scale)| scale),
         }))
     }
 }
@@ -316,7 +270,7 @@ fn record(commit: &Commit) -> CommitRecord {
             .collect(),
         norm: Exact(*norm),
         loss_scale: Exact(*loss_scale),
-        groups: groups.iter().map(HyperRecord::from).collect(),
+        groups: groups.iter().copied().map(Group).collect(),
         trainer_state: hex(trainer_state),
         decided_by: *decided_by,
         pause_reason: pause_reason.clone(),

@@ -12,7 +12,7 @@ use super::{SHARD_WORDS, SUMMED, ShmTier, UNDO_SLOTS, UNDO_WORDS, open::Sizes};
 use crate::{
     ids::OwnedShards,
     lock,
-    record::{KeptShard, Record, Standing, is_handed, standing},
+    record::{KeptShard, Record, Standing, is_handed},
     threads::ThreadPool,
     tier::{
         contract::Interrupted,
@@ -32,7 +32,7 @@ const NOTES: usize = 2;
 struct Note {
     version: Version,
     number: u64,
-    #[serde(default, with = "standing")]
+    #[serde(default)]
     standing: Option<Standing>,
 }
 
