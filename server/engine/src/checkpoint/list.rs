@@ -59,12 +59,6 @@ impl Store {
         mark_stale(&mut found);
         Ok(found)
     }
-
-    /// Returns the checkpoint sealed last, among the restorable ones.
-    pub fn latest(&self, job: &JobName) -> Result<Option<(String, Version)>, Fault> {
-        let sound = self.list(job)?.into_iter().rfind(|listed| listed.damage.is_none());
-        Ok(sound.map(|listed| (listed.name, listed.version)))
-    }
 }
 
 /// Returns None if the checkpoint is not sealed, or is being removed by a server that shares the folder.
