@@ -22,9 +22,10 @@ impl Job {
     /// Flips a bit of a shard's state in memory, as a bad memory module does.
     #[doc(hidden)]
     pub fn flip_bit_for_tests(&self, shard: ShardId, bit: usize) {
-        let (machine, together) = (self.protocol.machine(), &self.tier.together);
-        let (Ok(owned), Some(together)) = (machine.owned_index(shard), together) else { return };
-        let flipped = together.update_run(&[owned], &mut |states| {
+        let machine = self.protocol.machine();
+        let (owned, version) =
+            (machine.owned_index(shard).expect("a shard of this server"), machine.version());
+        let flipped = self.tier.state.update(&[owned], version, &mut |states| {
             let arrays = states.into_iter().flat_map(|(state, _)| state.arrays);
             let mut arrays: Vec<&mut [u8]> = arrays.filter(|array| !array.is_empty()).collect();
             let of = bit % arrays.len();

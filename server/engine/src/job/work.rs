@@ -24,9 +24,6 @@ use crate::{
     tier::{Guard, Guarded, StateMut, Turn},
 };
 
-/// Most shards that are updated together, if the tier allows it. After each group the threads wait for each
-/// other, which takes 40 us where a shard's update takes 2 ms.
-const MOST_AT_ONCE: usize = 8;
 /// An update group that begins at shard `first` has `1 + first / AHEAD` shards. A group's images become
 /// readable together, so most of them are late. No worker waits for a late image while the update leads the
 /// worker's forward by a group: forward reads shards in the same order. The lead grows with every shard. If
@@ -97,11 +94,8 @@ impl Job {
     }
 
     fn update(&self, first: OwnedShard, step: Step) -> Result<Vec<Work>, Fault> {
-        let together = self.tier.together.is_some();
-        let most = |before: usize, rest: usize| match together {
-            true => (1 + before.min(rest) / AHEAD).min(MOST_AT_ONCE),
-            false => 1,
-        };
+        let at_once = self.tier.state.most_at_once();
+        let most = |before: usize, rest: usize| (1 + before.min(rest) / AHEAD).min(at_once);
         let run = {
             let mut machine = self.protocol.machine();
             let run = machine.updatable(first, most, step);
@@ -197,13 +191,7 @@ impl Job {
             };
             damaged = self.compute.groups(blocks.collect(), block, || self.protocol.notify_owed());
         };
-        match &self.tier.together {
-            Some(together) => together.update_run(run, &mut compute)?,
-            None => {
-                let update = &mut |state: StateMut<'_>, guard: &dyn Guard| compute(vec![(state, guard)]);
-                self.tier.state.update(first, version, update)?;
-            }
-        }
+        self.tier.state.update(run, version, &mut compute)?;
         let broken = damaged.iter().map(|blocks| blocks.iter().position(|&damaged| damaged));
         let broken: Vec<Option<usize>> = broken.collect();
         let made = images.iter_mut().zip(&broken).filter(|(_, broken)| broken.is_none());

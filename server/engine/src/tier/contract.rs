@@ -10,7 +10,7 @@ use longshore_proto::{Fault, Rank, Step, Version};
 
 use super::{
     gradients::GradientStore,
-    state::{Guard, Guarded, StateMut, StateRef},
+    state::{Guarded, StateMut, StateRef},
 };
 use crate::{
     ids::OwnedShard,
@@ -22,7 +22,6 @@ use crate::{
 /// code asks for the kind of tier.
 pub struct Store {
     pub state: Arc<dyn Tier>,
-    pub together: Option<Arc<dyn Together>>,
     pub durable: Option<Arc<dyn Durable>>,
     pub behind: Option<Arc<dyn WriteBehind>>,
     pub kept: Option<Arc<dyn KeptMemory>>,
@@ -33,15 +32,7 @@ pub struct Store {
 
 impl Store {
     pub(super) fn of(state: Arc<dyn Tier>) -> Store {
-        Store {
-            state,
-            together: None,
-            durable: None,
-            behind: None,
-            kept: None,
-            images: None,
-            gradients: None,
-        }
+        Store { state, durable: None, behind: None, kept: None, images: None, gradients: None }
     }
 }
 
@@ -118,19 +109,19 @@ pub trait Tier: Send + Sync {
         Ok(())
     }
 
-    /// Runs the update that makes `version` of a shard that is trained.
+    /// Most shards that one call of [`Tier::update`] takes. More than one where the tier has nothing to do around a
+    /// shard's update.
+    fn most_at_once(&self) -> usize {
+        1
+    }
+
+    /// Runs the updates that make `version` of trained shards as one.
     fn update(
         &self,
-        owned: OwnedShard,
+        run: &[OwnedShard],
         version: Version,
-        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
+        update: &mut dyn FnMut(Vec<Guarded<'_>>),
     ) -> Result<(), Fault>;
-}
-
-/// A tier gives this if its state is all in memory and it has nothing to do around a shard's update.
-pub trait Together: Send + Sync {
-    /// Runs the updates of several shards as one.
-    fn update_run(&self, run: &[OwnedShard], update: &mut dyn FnMut(Vec<Guarded<'_>>)) -> Result<(), Fault>;
 }
 
 /// A tier gives this if the server's next process finds the state.

@@ -18,7 +18,7 @@ mod stored;
 
 pub use claim::{Claim, give_up_missing};
 pub use contract::{
-    Durable, ImageAge, ImageStore, Interrupted, KeptMemory, Opened, Recovered, Store, Taken, Tier, Together,
+    Durable, ImageAge, ImageStore, Interrupted, KeptMemory, Opened, Recovered, Store, Taken, Tier,
     WriteBehind,
 };
 pub(crate) use factory::{format, shard_need};

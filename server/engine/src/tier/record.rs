@@ -37,6 +37,11 @@ pub(super) fn crc64<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
     digest.finalize()
 }
 
+/// Returns [`crc64`], or 1 in place of 0: where checksums lie, 0 means that none is known.
+pub(super) fn nonzero_crc64<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
+    crc64(parts).max(1)
+}
+
 /// Makes a frame: magic, format version, JSON length, checksum, zeros up to byte 32, JSON, zeros to a whole
 /// sector. The checksum covers every byte but itself, the padding too. Magic and format come first and stay
 /// there in every later format, so that any reader can tell the format.

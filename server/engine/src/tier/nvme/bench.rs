@@ -99,14 +99,16 @@ impl BenchStore {
         self.version = Version(self.version.0 + 1);
         let version = self.version;
         for owned in self.shards() {
-            self.tier.update(owned, version, &mut |state, guard| {
-                let blocks = state.blocks().enumerate();
-                pool.blocks(blocks.collect(), |(block, mut part)| {
-                    if let Turn::Go(number) = guard.begin(block, part.as_ref()) {
-                        touch(&mut part.f32());
-                        guard.end(block, number, part.as_ref(), &[]);
-                    }
-                });
+            self.tier.update(&[owned], version, &mut |states| {
+                for (state, guard) in states {
+                    let blocks = state.blocks().enumerate();
+                    pool.blocks(blocks.collect(), |(block, mut part)| {
+                        if let Turn::Go(number) = guard.begin(block, part.as_ref()) {
+                            touch(&mut part.f32());
+                            guard.end(block, number, part.as_ref(), &[]);
+                        }
+                    });
+                }
             })?;
         }
         self.tier.finish(&Record::new(version, version.0, Some(self.commit())))?;

@@ -59,7 +59,7 @@ use super::{
     fault::{corrupt, internal},
     folder::{Folder, paths},
     record::crc64,
-    state::{Guard, StateMut, StateRef, Turn},
+    state::{Guard, Guarded, StateMut, StateRef, Turn},
     stored::remove_all,
 };
 use crate::{
@@ -255,9 +255,20 @@ impl Tier for NvmeTier {
 
     fn update(
         &self,
+        run: &[OwnedShard],
+        version: Version,
+        update: &mut dyn FnMut(Vec<Guarded<'_>>),
+    ) -> Result<(), Fault> {
+        run.iter().try_for_each(|&owned| self.update_shard(owned, version, update))
+    }
+}
+
+impl NvmeTier {
+    fn update_shard(
+        &self,
         owned: OwnedShard,
         version: Version,
-        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
+        update: &mut dyn FnMut(Vec<Guarded<'_>>),
     ) -> Result<(), Fault> {
         let (durable, finished) = {
             let state = self.pager.lock();
@@ -279,7 +290,7 @@ impl Tier for NvmeTier {
             damaged: AtomicUsize::new(usize::MAX),
             images: if block > 0 { image.chunks_mut(block).map(Mutex::new).collect() } else { Vec::new() },
         };
-        update(self.plan().cut(owned, state), &guard);
+        update(vec![(self.plan().cut(owned, state), &guard)]);
         let damaged = guard.damaged.load(Ordering::Relaxed);
         drop(guard);
         if damaged < usize::MAX {

@@ -17,12 +17,11 @@ use super::{
         fault::io,
         folder::{Folder, Header, places},
         inspect::{KeptBuffers, Report, VersionReport},
-        record::{Found, RECORD_BYTES},
+        record::{Found, RECORD_BYTES, nonzero_crc64},
     },
     SHARD_WORDS, SUM_WORDS, UNDO_SLOTS, UNDO_WORDS,
     open::Sizes,
     records::{kept, read_frame},
-    sum,
 };
 use crate::{
     ids::OwnedShards,
@@ -153,7 +152,7 @@ fn damaged_block(
                 let offset = start + (index * part.len()) as u64;
                 state.read_exact_at(part, offset).map_err(io("read", path))?;
             }
-            if kept != 0 && !copied(block) && kept != sum(parts.iter().map(Vec::as_slice)) {
+            if kept != 0 && !copied(block) && kept != nonzero_crc64(parts.iter().map(Vec::as_slice)) {
                 return Ok(Some(format!("{} (block {block} of it)", path.display())));
             }
         }

@@ -28,8 +28,8 @@ use super::{
     contract::{ComputedWith, Durable, KeptMemory, Tier},
     folder::{Folder, Watch},
     memory::MemoryTier,
-    record::crc64,
-    state::{Guard, StateMut, StateRef},
+    record::nonzero_crc64,
+    state::{Guarded, StateMut, StateRef},
     stored::remove_all,
 };
 use crate::{
@@ -156,11 +156,6 @@ impl ShmTier {
     }
 }
 
-/// Returns a checksum that is not 0.
-fn sum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
-    crc64(parts).max(1)
-}
-
 impl Tier for ShmTier {
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault> {
         self.memory.load(owned, load)
@@ -185,7 +180,8 @@ impl Tier for ShmTier {
             result = self.memory.read(owned, &mut |state| {
                 for (index, block) in self.blocks_of(owned).enumerate() {
                     let sums = self.block_sums(block);
-                    sums[(version.0 % 2) as usize].store(sum(state.block(index).arrays), Ordering::Relaxed);
+                    sums[(version.0 % 2) as usize]
+                        .store(nonzero_crc64(state.block(index).arrays), Ordering::Relaxed);
                     sums[IMAGE_SUM..].iter().for_each(|image| image.store(0, Ordering::Relaxed));
                     self.block(block).store(version.0, Ordering::SeqCst);
                 }
@@ -197,16 +193,18 @@ impl Tier for ShmTier {
 
     fn update(
         &self,
-        owned: OwnedShard,
+        run: &[OwnedShard],
         version: Version,
-        update: &mut dyn FnMut(StateMut<'_>, &dyn Guard),
+        update: &mut dyn FnMut(Vec<Guarded<'_>>),
     ) -> Result<(), Fault> {
-        let guard = Undo { tier: self, first_block: self.blocks[owned.index()], version };
-        let mut result = Ok(());
-        self.between(owned, version, &mut || {
-            result = self.memory.load(owned, &mut |state| update(state, &guard));
-        });
-        result
+        run.iter().try_for_each(|&owned| {
+            let guard = Undo { tier: self, first_block: self.blocks[owned.index()], version };
+            let mut result = Ok(());
+            self.between(owned, version, &mut || {
+                result = self.memory.load(owned, &mut |state| update(vec![(state, &guard)]));
+            });
+            result
+        })
     }
 }
 
@@ -263,7 +261,7 @@ impl KeptMemory for ShmTier {
         let bytes = image.len() / range.len().max(1);
         for (block, image) in range.zip(image.chunks(bytes.max(1))) {
             let kept = self.block_sums(block)[IMAGE_SUM + (version.0 % 2) as usize].load(Ordering::Relaxed);
-            if kept != 0 && kept != sum([image]) {
+            if kept != 0 && kept != nonzero_crc64([image]) {
                 return Err(damaged(
                     &self.folder.path.join("buffers"),
                     &format!("an image of block {block} of it"),

@@ -8,7 +8,7 @@ use std::sync::{
 
 use longshore_proto::{Fault, Version};
 
-use super::{IMAGE_SUM, ShmTier, records::damaged, sum};
+use super::{IMAGE_SUM, ShmTier, records::damaged};
 use crate::{
     ids::OwnedShard,
     lock,
@@ -17,6 +17,7 @@ use crate::{
     threads::ThreadPool,
     tier::{
         contract::Tier,
+        record::nonzero_crc64,
         state::{Guard, StateRef, Turn},
     },
 };
@@ -58,7 +59,7 @@ impl ShmTier {
                 found = pool.blocks(blocks, |(index, block): (usize, usize)| {
                     let version = self.block(block).load(Ordering::Acquire);
                     let kept = self.block_sums(block)[(version % 2) as usize].load(Ordering::Acquire);
-                    (kept != 0 && kept != sum(state.block(index).arrays)).then_some(block)
+                    (kept != 0 && kept != nonzero_crc64(state.block(index).arrays)).then_some(block)
                 });
             })?;
             if let Some(block) = found.into_iter().flatten().next() {
@@ -103,8 +104,8 @@ impl Guard for Undo<'_> {
 
     fn end(&self, block: usize, slot: usize, state: StateRef<'_>, image: &[u8]) {
         let (sums, parity) = (self.tier.block_sums(self.first_block + block), (self.version.0 % 2) as usize);
-        sums[parity].store(sum(state.arrays), Ordering::Relaxed);
-        sums[IMAGE_SUM + parity].store(sum([image]), Ordering::Relaxed);
+        sums[parity].store(nonzero_crc64(state.arrays), Ordering::Relaxed);
+        sums[IMAGE_SUM + parity].store(nonzero_crc64([image]), Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.tier.block(self.first_block + block).store(self.version.0, Ordering::SeqCst);
         self.tier.undo_words(slot)[0].store(0, Ordering::SeqCst);
