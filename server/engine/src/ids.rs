@@ -1,7 +1,7 @@
 //! Indices that one server gives to its shards, their contributors and gradient slots. Each kind is a type of
 //! its own, so that the compiler tells them apart.
 
-use std::ops::Range;
+use std::{iter, ops::Range};
 
 use longshore_proto::{Rank, Step};
 
@@ -10,8 +10,7 @@ use longshore_proto::{Rank, Step};
 pub struct OwnedShard(pub usize);
 
 /// Shards for which this server has a place, in forward order.
-#[derive(Clone, Debug)]
-pub struct OwnedShards(Range<usize>);
+pub type OwnedShards = iter::Map<Range<usize>, fn(usize) -> OwnedShard>;
 
 /// The slot of each shard in which a step's contributions lie, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +41,11 @@ impl Contributor {
 }
 
 impl OwnedShard {
+    /// All shards of a server that has `count` places.
+    pub fn all(count: usize) -> OwnedShards {
+        (0..count).map(OwnedShard)
+    }
+
     pub fn index(self) -> usize {
         self.0
     }
@@ -51,33 +55,6 @@ impl OwnedShard {
         OwnedShard(self.0 + 1)
     }
 }
-
-impl OwnedShards {
-    /// All shards of a server that has `count` places.
-    pub fn all(count: usize) -> OwnedShards {
-        OwnedShards(0..count)
-    }
-}
-
-impl Iterator for OwnedShards {
-    type Item = OwnedShard;
-
-    fn next(&mut self) -> Option<OwnedShard> {
-        self.0.next().map(OwnedShard)
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        self.0.size_hint()
-    }
-}
-
-impl DoubleEndedIterator for OwnedShards {
-    fn next_back(&mut self) -> Option<OwnedShard> {
-        self.0.next_back().map(OwnedShard)
-    }
-}
-
-impl ExactSizeIterator for OwnedShards {}
 
 impl GradientSlot {
     /// The slot that a step uses in a job that has `slots`.

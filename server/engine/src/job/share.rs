@@ -52,14 +52,14 @@ impl Share {
             return Err(Fault::invalid("placement.replicas", placement.replicas.len(), limit, remedy));
         }
         let owned = tier::places(&layout, &placement, server, format);
-        let opened = OwnedShards::all(owned.len()).zip(&owned);
+        let opened = OwnedShard::all(owned.len()).zip(&owned);
         let opened = opened.filter(|(_, shard)| placement.holds(server, **shard)).map(|(index, _)| index);
         let opened = opened.collect();
         Ok(Share { spec: Arc::new(spec), layout: Arc::new(layout), placement, server, owned, opened })
     }
 
     pub(super) fn all(&self) -> OwnedShards {
-        OwnedShards::all(self.owned.len())
+        OwnedShard::all(self.owned.len())
     }
 
     /// The shards that this server owns when the job is opened.

@@ -16,7 +16,7 @@ use super::{
     shard::{ShardProgress, StepSlot},
 };
 use crate::{
-    ids::{OwnedShard, OwnedShards},
+    ids::OwnedShard,
     record::{Joined, Record, is_handed},
 };
 
@@ -410,7 +410,7 @@ impl Machine {
 
     /// The shards that other servers own by now, and that no step in flight asks this server for.
     pub fn handed(&self) -> Vec<OwnedShard> {
-        OwnedShards::all(self.shards.len()).filter(|&owned| self.is_handed(owned)).collect()
+        OwnedShard::all(self.shards.len()).filter(|&owned| self.is_handed(owned)).collect()
     }
 
     fn is_handed(&self, owned: OwnedShard) -> bool {
@@ -443,7 +443,7 @@ impl Machine {
     /// source may be lost, and ranks need the other shards to decide so. Holds all back where the step before is not done: a
     /// server that owns other shards at step t + 1 can be ahead of step t.
     pub(super) fn next_update(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
-        for owned in OwnedShards::all(self.shards.len()).skip(owned.index()) {
+        for owned in OwnedShard::all(self.shards.len()).skip(owned.index()) {
             let shard = &self.shards[owned.index()];
             let is_made = shard.version >= step.version() && !shard.awaited;
             if !shard.span.contains(&step.0) || is_made || shard.is_given_up() {

@@ -18,7 +18,7 @@ use longshore_proto::{
 
 use super::{refusal::Refusal, shard::ShardProgress};
 use crate::{
-    ids::{Contributor, GradientSlot, OwnedShard, OwnedShards},
+    ids::{Contributor, GradientSlot, OwnedShard},
     record::{Joined, KeptShard, Record, Standing},
 };
 
@@ -196,7 +196,7 @@ impl Machine {
     ) -> Machine {
         let mut owned = vec![None; layout.shards() as usize];
         let mut shards = Vec::with_capacity(places.len());
-        for (index, &shard) in OwnedShards::all(places.len()).zip(places) {
+        for (index, &shard) in OwnedShard::all(places.len()).zip(places) {
             owned[shard.index()] = Some(index);
             let chunks = layout.chunks(shard, spec.gradient_dtype);
             let contributors = layout.contributors(shard);

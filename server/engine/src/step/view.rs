@@ -8,7 +8,7 @@ use super::{
     machine::{Decided, Machine, Phase},
     refusal::Refusal,
 };
-use crate::ids::{Contributor, OwnedShard, OwnedShards};
+use crate::ids::{Contributor, OwnedShard};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Progress {
@@ -104,7 +104,7 @@ impl Machine {
 
     /// Names the first shard, and the rank, for which [`Machine::owing`] holds, once the step is complete on all shards.
     pub fn owed(&self, step: Step) -> Option<String> {
-        let mut shards = OwnedShards::all(self.shards.len()).filter(|&owned| self.owns(owned, step));
+        let mut shards = OwnedShard::all(self.shards.len()).filter(|&owned| self.owns(owned, step));
         if !self.owned_at(step).all(|shard| shard.is_complete(step)) {
             return None;
         }
@@ -199,7 +199,7 @@ impl Machine {
             let shard = &self.shards[owned.index()];
             shard.can_update(step) && shard.contributors.len() == contributors
         };
-        let owned = || OwnedShards::all(self.shards.len()).filter(|&owned| self.owns(owned, step));
+        let owned = || OwnedShard::all(self.shards.len()).filter(|&owned| self.owns(owned, step));
         let before = owned().take_while(|&owned| owned < first).count();
         let rest = owned().skip(before + 1).count();
         owned().skip(before).take(most(before, rest)).take_while(fits).collect()

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use longshore_engine::{
-    ids::OwnedShards,
+    ids::OwnedShard,
     record::Record,
     step::{Admission, Machine, Progress, RankProgress, Refusal, Sum, Ticket, Work},
 };
@@ -66,7 +66,7 @@ impl Pair {
     fn view(&self) -> View {
         let step = self.machine.version().next_step();
         let shard = |owned| (self.machine.shard_version(owned), self.machine.is_complete(owned, step));
-        let shards = OwnedShards::all(OWNED.len()).map(shard).collect();
+        let shards = OwnedShard::all(OWNED.len()).map(shard).collect();
         let machine = &self.machine;
         (machine.progress(), machine.ranks(), machine.waiting_for(), machine.pauses(), shards)
     }

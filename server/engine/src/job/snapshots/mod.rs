@@ -25,7 +25,7 @@ pub use self::{
 };
 use super::Job;
 use crate::{
-    ids::{OwnedShard, OwnedShards},
+    ids::OwnedShard,
     lock,
     step::{Machine, Progress},
 };
@@ -135,7 +135,7 @@ impl Snapshots {
         for snapshot in lock(&self.running).iter().filter(|snapshot| snapshot.version == machine.version()) {
             let Progress { version, applied, last_commit: commit, .. } = machine.progress();
             *lock(&snapshot.info) = Some(SnapshotInfo { version, applied, commit });
-            let owned = OwnedShards::all(snapshot.shards());
+            let owned = OwnedShard::all(snapshot.shards());
             snapshot.covers(owned.map(|owned| machine.answers_for(owned, Step(version.0))).collect());
         }
     }

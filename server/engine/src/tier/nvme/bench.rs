@@ -91,7 +91,7 @@ impl BenchStore {
     }
 
     fn shards(&self) -> OwnedShards {
-        OwnedShards::all(self.tier.plan().shards.len())
+        OwnedShard::all(self.tier.plan().shards.len())
     }
 
     /// Runs a step of the store, its flushes and records included.
@@ -196,7 +196,7 @@ fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let disks = tier.pager.disks.iter().map(|disk| open(&path(disk))).collect::<Result<Vec<_>, Fault>>()?;
     let slot = tier.pager.lock().slots.state;
     let (source, target) = (slot, 1 - slot);
-    let shards: Vec<OwnedShard> = OwnedShards::all(plan.shards.len()).collect();
+    let shards: Vec<OwnedShard> = OwnedShard::all(plan.shards.len()).collect();
     let (sender, receiver) = mpsc::channel::<(OwnedShard, Region, std::io::Result<()>)>();
     let submit = |owned: OwnedShard, direction, part: Part, buffer| {
         let sender = sender.clone();

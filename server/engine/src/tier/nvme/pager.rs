@@ -1,8 +1,9 @@
 //! Shards on their way between disk and update: a bounded set of buffers, with reads ahead and writes behind.
 
+mod moved;
+
 use std::{
     mem,
-    ops::RangeInclusive,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -15,24 +16,18 @@ use longshore_proto::{Fault, FaultKind, ServerId, Version};
 use super::{
     super::{
         contract::Taken,
-        fault::{FIELD, corrupt, internal, io, without_place},
+        fault::{FIELD, internal, io},
     },
     debts::Debts,
-    plan::{Apart, ApartChecksums, Digest, IMAGE_SLOTS, STATE_SLOTS, Slots, StorePlan},
+    plan::{Apart, IMAGE_SLOTS, STATE_SLOTS, Slots, StorePlan},
 };
 use crate::{
-    ids::{OwnedShard, OwnedShards},
+    ids::OwnedShard,
     io::{Direction, Disk, Part, Request},
     lock,
     memory::Region,
     record::Record,
 };
-
-const LOST: &str =
-    "see the host's memory and drives, and start the server again: it goes on from the version before";
-
-/// Versions after a shard's release until no record names it: two are kept, and one may be on its way.
-const NAMED_BY: u64 = 3;
 
 pub(super) struct ShardPager {
     pub(super) plan: StorePlan,
@@ -315,16 +310,6 @@ impl ShardPager {
         self.changed.notify_all();
     }
 
-    /// Takes the checksums of a shard that lies apart.
-    pub(super) fn lies_apart(&self, owned: OwnedShard, checksums: &ApartChecksums) {
-        let cells = &self.checksums[owned.index()];
-        let ApartChecksums { state, images } = checksums;
-        let images = images.iter().filter_map(|(slot, of)| Some((cells.images.get(*slot as usize)?, of)));
-        for (cells, checksums) in images.chain([(&cells.state, state)]) {
-            cells.iter().zip(checksums).for_each(|(cell, &checksum)| cell.store(checksum, Ordering::Relaxed));
-        }
-    }
-
     /// Begins with every shard in this slot, as in a recovered store, but for those that lie apart. Their checksums are
     /// known by now. The resident shards are read first of all.
     pub(super) fn recovered(
@@ -347,7 +332,7 @@ impl ShardPager {
             entry.fetched_images = images.iter().fold(0, |slots, (slot, _)| slots | 1 << slot);
         }
         let is_read = |owned: &OwnedShard| self.resident[owned.index()];
-        for owned in OwnedShards::all(self.resident.len()).filter(is_read) {
+        for owned in OwnedShard::all(self.resident.len()).filter(is_read) {
             if state.entries[owned.index()].blank {
                 continue;
             }
@@ -421,7 +406,7 @@ impl ShardPager {
             let holding = &state.entries[owned.index()].holding;
             matches!(holding, Holding::Ready(held) if held.dirty)
         };
-        let clean = OwnedShards::all(count)
+        let clean = OwnedShard::all(count)
             .filter(ready)
             .filter(|owned| !dirty(owned))
             .max_by_key(|&owned| distance(owned));
@@ -430,7 +415,7 @@ impl ShardPager {
             return Ok(if let Holding::Ready(held) = held { Some(held.region) } else { None });
         }
         let oldest =
-            OwnedShards::all(count).filter(ready).min_by_key(|&owned| state.entries[owned.index()].used);
+            OwnedShard::all(count).filter(ready).min_by_key(|&owned| state.entries[owned.index()].used);
         if let Some(owned) = oldest {
             self.write_dirty(state, owned);
         }
@@ -576,7 +561,7 @@ impl ShardPager {
 
     /// Writes all loaded shards and waits for the writes. With `may_lack` shards may be blank, which other servers have.
     pub(super) fn write_loaded(self: &Arc<Self>, may_lack: bool) -> Result<(), Fault> {
-        for owned in OwnedShards::all(self.plan.shards.len()) {
+        for owned in OwnedShard::all(self.plan.shards.len()) {
             let mut state = self.lock();
             state.check()?;
             if let Holding::Ready(held) = &state.entries[owned.index()].holding
@@ -592,152 +577,6 @@ impl ShardPager {
             }
         }
         self.wait_for_writes()
-    }
-
-    /// Starts writing the shards that were fetched since the last version, and that this version has unchanged. Returns
-    /// true if the version has shards that no table covers.
-    pub(super) fn write_fetched(self: &Arc<Self>, record: &Record, slots: Slots) -> Result<bool, Fault> {
-        let is_untabled = |state: &PagerState, owned: OwnedShard| {
-            let (entry, versions) = (&state.entries[owned.index()], self.kept(record, owned.index()));
-            !entry.blank && !entry.tabled && versions.is_some_and(|of| *of.end() == record.version)
-        };
-        let is_fetched = |state: &PagerState, owned: OwnedShard| {
-            let (entry, place) = (&state.entries[owned.index()], &self.plan.shards[owned.index()]);
-            let is_dirty = matches!(&entry.holding, Holding::Ready(held) if held.dirty);
-            is_untabled(state, owned) && (is_dirty || entry.slot != slots.state && !place.frozen)
-        };
-        let all = OwnedShards::all(self.plan.shards.len());
-        let (fetched, has_untabled): (Vec<OwnedShard>, bool) = {
-            let state = self.lock();
-            let fetched = all.clone().filter(|&owned| is_fetched(&state, owned)).collect();
-            (fetched, all.clone().any(|owned| is_untabled(&state, owned)))
-        };
-        for &owned in &fetched {
-            let mut held = self.take(owned)?;
-            let bytes = &held.region.bytes()[..self.plan.shards[owned.index()].state_bytes];
-            let differs = |(block, cell): (usize, &AtomicU64)| {
-                self.plan.checksum(owned, bytes, block) != cell.load(Ordering::Relaxed)
-            };
-            if !held.checked && self.checksums[owned.index()].state.iter().enumerate().any(differs) {
-                let shard = self.plan.shards[owned.index()].shard;
-                return Err(corrupt(format!("{shard}, as it was fetched"), "as it was written", LOST));
-            }
-            (held.checked, held.dirty) = (true, true);
-            let mut state = self.lock();
-            let entry = &mut state.entries[owned.index()];
-            // The next update writes the other slot. Between two locks an eviction would write the shard to its old one.
-            (entry.slot, entry.tabled, entry.holding) = (slots.state, false, Holding::Ready(held));
-            self.write_dirty(&mut state, owned);
-        }
-        Ok(has_untabled)
-    }
-
-    /// Notes that an image was written to a slot beside the updates.
-    pub(super) fn lacks_table(&self, owned: OwnedShard, image_slot: u8) {
-        self.lock().entries[owned.index()].fetched_images |= 1 << image_slot;
-    }
-
-    /// The tables of a version's slots are written: those of its state and of its image, and with `first` that of the
-    /// older image.
-    pub(super) fn tabled(&self, record: &Record, slots: Slots, first: bool) {
-        let mut state = self.lock();
-        for (owned, (entry, place)) in state.entries.iter_mut().zip(&self.plan.shards).enumerate() {
-            if entry.blank || self.kept(record, owned).is_none() {
-                continue;
-            }
-            entry.tabled |= place.frozen || entry.slot == slots.state;
-            let older = slots.older_image.filter(|_| !first).map_or(0, |slot| 1 << slot);
-            entry.fetched_images &= older;
-        }
-    }
-
-    /// The shards of a version that its tables do not cover.
-    pub(super) fn apart(&self, record: &Record, slots: Slots) -> Vec<Apart> {
-        let mut state = self.lock();
-        let apart = |(owned, entry): (usize, &mut Entry)| {
-            let (place, cells) = (&self.plan.shards[owned], &self.checksums[owned]);
-            let kept = self.kept(record, owned)?;
-            entry.named = true;
-            let owned = place.position?;
-            if entry.blank {
-                return Some(Apart { owned, slot: None, checksums: Digest::default(), images: Vec::new() });
-            }
-            let is_stored = |(version, _): &(Version, u8)| place.image_bytes > 0 && kept.contains(version);
-            let mut images: Vec<u8> =
-                slots.images(record.version).filter(is_stored).map(|(_, slot)| slot).collect();
-            images.dedup();
-            let is_made = *kept.end() == record.version && entry.slot == slots.state;
-            let is_fetched = |slot: &u8| entry.fetched_images >> slot & 1 != 0;
-            if entry.tabled && (place.frozen || is_made && !images.iter().any(is_fetched)) {
-                return None;
-            }
-            let digest = |cells: &Vec<AtomicU64>| {
-                let checksums = cells.iter().map(|cell| cell.load(Ordering::Relaxed));
-                Digest::of(&checksums.collect::<Vec<_>>())
-            };
-            let images = images.into_iter().map(|slot| (slot, digest(&cells.images[slot as usize])));
-            let images = images.collect();
-            Some(Apart { owned, slot: Some(entry.slot), checksums: digest(&cells.state), images })
-        };
-        state.entries.iter_mut().enumerate().filter_map(apart).collect()
-    }
-
-    /// The versions of a shard that a record says this server has.
-    fn kept(&self, record: &Record, owned: usize) -> Option<RangeInclusive<Version>> {
-        let place = &self.plan.shards[owned];
-        record.versions_of(place.shard, self.server, place.opened)
-    }
-
-    /// Reserves the space of a shard that may come. Space that is reserved already stays.
-    pub(super) fn make_room(&self, owned: OwnedShard) -> Result<(), Fault> {
-        let place = &self.plan.shards[owned.index()];
-        let disk = &self.disks[place.file];
-        if place.position.is_none() {
-            return Err(without_place(disk.path().display(), place.shard));
-        }
-        self.lock().entries[owned.index()].released_at = None;
-        let mut parts = self.plan.space(owned).into_iter();
-        parts.try_for_each(|part| disk.reserve(part)).map_err(io("reserve space", disk.path()))
-    }
-
-    /// Forgets a shard that another server has.
-    pub(super) fn release(self: &Arc<Self>, owned: OwnedShard) {
-        let freed = self.until(|state| {
-            let version = state.version;
-            let entry = &mut state.entries[owned.index()];
-            if matches!(entry.holding, Holding::Reading | Holding::Writing | Holding::Busy) {
-                return false;
-            }
-            (entry.blank, entry.tabled, entry.fetched_images) = (true, false, 0);
-            entry.released_at = Some(version);
-            if !self.resident[owned.index()]
-                && let Holding::Ready(held) = mem::replace(&mut entry.holding, Holding::Disk)
-            {
-                state.free.push(held.region);
-            }
-            true
-        });
-        if let Err(fault) = freed {
-            tracing::debug!(%fault, "a shard that was handed over is not freed");
-        }
-        self.changed.notify_all();
-    }
-
-    /// Gives the space of released shards back, once no record names them. The record of `version` is durable.
-    pub(super) fn give_back_released(&self, version: Version) {
-        // A shard that comes back must not lose what is written meanwhile.
-        let mut state = self.lock();
-        for (owned, entry) in state.entries.iter_mut().enumerate() {
-            let is_over = |at: &mut Version| at.0 + NAMED_BY <= version.0;
-            if entry.released_at.take_if(is_over).is_none() || !entry.blank {
-                continue;
-            }
-            let disk = &self.disks[self.plan.shards[owned].file];
-            let mut parts = self.plan.space(OwnedShard(owned)).into_iter();
-            if let Err(error) = parts.try_for_each(|part| disk.give_back(part)) {
-                tracing::debug!(%error, "space of a shard that was handed over stays");
-            }
-        }
     }
 
     /// Waits until no transfer is in flight, failed or not.

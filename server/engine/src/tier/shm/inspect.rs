@@ -24,7 +24,7 @@ use super::{
     records::{kept, read_frame},
 };
 use crate::{
-    ids::OwnedShards,
+    ids::OwnedShard,
     memory::Slab,
     record::{KeptShard, Record},
 };
@@ -136,7 +136,7 @@ fn damaged_block(
     progress.read_exact_at(&mut sums, start).map_err(io("read", path))?;
     let state = File::open(path).map_err(io("open", path))?;
     let mut at = 0;
-    for (owned, shape) in OwnedShards::all(shards).zip(&sizes.shapes) {
+    for (owned, shape) in OwnedShard::all(shards).zip(&sizes.shapes) {
         let range = sizes.blocks[owned.index()]..sizes.blocks[owned.next().index()];
         let arrays = shape.arrays(sizes.lengths[owned.index()]);
         let starts = arrays.map(|bytes| {

@@ -114,7 +114,7 @@ pub(super) struct ShmTier {
 
 impl ShmTier {
     fn shards(&self) -> OwnedShards {
-        OwnedShards::all(self.blocks.len() - 1)
+        OwnedShard::all(self.blocks.len() - 1)
     }
 
     fn block_sums(&self, block: usize) -> &[AtomicU64] {

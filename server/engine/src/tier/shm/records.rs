@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{SHARD_WORDS, SUMMED, ShmTier, UNDO_SLOTS, UNDO_WORDS, open::Sizes};
 use crate::{
-    ids::OwnedShards,
+    ids::OwnedShard,
     lock,
     record::{KeptShard, Record, Standing, is_handed},
     threads::ThreadPool,
@@ -198,7 +198,7 @@ pub(super) fn kept(
     let (of_shards, rest) = words.split_at(shards * SHARD_WORDS);
     let (of_blocks, rest) = rest.split_at(blocks);
     let mut found = Vec::with_capacity(shards);
-    for (owned, words) in OwnedShards::all(shards).zip(of_shards.as_chunks::<SHARD_WORDS>().0) {
+    for (owned, words) in OwnedShard::all(shards).zip(of_shards.as_chunks::<SHARD_WORDS>().0) {
         let (shard, &[begun, done, oldest, even, odd]) = (sizes.owned[owned.index()], words);
         let span = placement.span(header.server, shard);
         if span.is_empty() || is_handed(&span, newest.version, header.spec.max_delay) {
