@@ -1,4 +1,5 @@
-//! The server's memory as a budget, and the share that a job reserves before anything is allocated.
+//! The server's memory as a budget. A job reserves its share before anything is allocated. The server owns the budget,
+//! and any thread may reserve.
 
 use std::sync::{
     Arc, Mutex,
@@ -21,11 +22,10 @@ pub struct Need {
     pub state: u64,
     /// Buffers between DRAM and drives. With tier `shm`, copies of blocks that are being updated.
     pub buffers: u64,
-    /// Two 16-bit (or fp32) images of each shard, by version parity. A job whose images live on drives has
-    /// the image window instead.
+    /// Two 16-bit (or fp32) images of each shard, by version parity. The image window, where images live on drives.
     pub images: u64,
-    /// Buffers in wire format, one for each rank and step in flight. A job whose gradients live on drives
-    /// counts the chunks on their way there.
+    /// Buffers in wire format, one for each rank and step in flight. Chunks before their write, where gradients live on
+    /// drives.
     pub contributions: u64,
     /// fp32 sums over ranks and micro-steps.
     pub accumulators: u64,
@@ -33,8 +33,8 @@ pub struct Need {
     pub transfers: u64,
     /// Space in the state directories, which is not DRAM. The file system reserves it.
     pub disk: u64,
-    /// Bytes that one step writes to the state directories. Checksum tables and records are not counted; they add
-    /// less than a ten-thousandth.
+    /// Bytes that one step writes to the state directories. Checksum tables and records add less than a ten-thousandth,
+    /// and do not count.
     pub written: u64,
 }
 

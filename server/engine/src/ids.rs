@@ -1,22 +1,22 @@
-//! Indices that one server gives to its shards, their contributors and gradient slots. Each kind is a type of
-//! its own, so that the compiler tells them apart.
+//! Indices that one server gives to its shards, contributors and gradient slots. Each kind has its own type, so the
+//! compiler tells them apart.
 
 use std::{iter, ops::Range};
 
 use longshore_proto::{Rank, Step};
 
-/// A shard of this server: its index among the shards that the server has a place for, in forward order, from 0.
+/// Index of a shard among those that this server has a place for, in forward order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct OwnedShard(pub usize);
 
 /// Shards for which this server has a place, in forward order.
 pub type OwnedShards = iter::Map<Range<usize>, fn(usize) -> OwnedShard>;
 
-/// The slot of each shard in which a step's contributions lie, counted from 0.
+/// Index of a gradient slot: the buffers of one step in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GradientSlot(pub usize);
 
-/// A rank that contributes to a shard: its index among the shard's contributors, from 0.
+/// Index of a rank among a shard's contributors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Contributor(pub usize);
 

@@ -17,12 +17,12 @@ pub mod step;
 pub mod threads;
 pub mod tier;
 
-/// Memory of buffers.
+/// Buffers and shared memory. Callers of the engine use the same types.
 pub use longshore_memory as memory;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks a mutex whose data are valid at every instruction. So a panic in another thread need not spread.
+/// Locks a mutex whose data are valid at every instruction, so that a panic in another thread does not spread.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

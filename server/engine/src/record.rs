@@ -1,7 +1,8 @@
-//! The record of a decided version and of the processes that have joined. Steps, tiers and checkpoints share it.
+//! Record of a decided version, and of the processes that have joined. The step machine makes records; tiers and
+//! checkpoints store them.
 //!
-//! In JSON, floats are kept to the bit. JSON has no NaN, which is the norm of a step that overflowed. serde_json rounds
-//! most decimals back to the same f64, but not all. A resumed run needs exactly the loss scale it was stopped with.
+//! JSON keeps floats as strings, to the bit: a resumed run needs exactly the loss scale that it stopped with. JSON
+//! numbers would not do. The norm of an overflowed step is NaN, and serde_json rounds some decimals to another f64.
 
 use std::ops::{Range, RangeInclusive};
 
@@ -20,14 +21,13 @@ pub struct Record {
     /// The commit that decided it. None at version 0.
     #[serde(with = "commit")]
     pub commit: Option<Commit>,
-    /// Parameters whose state fewer updates made than `applied`. Present at version 0, where no commit has
-    /// the list.
+    /// Parameters with fewer updates than `applied`. Present at version 0, where no commit has the list.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,
     /// Standing, if the job was paused or resumed since the version was decided.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub standing: Option<Standing>,
-    /// The placement at this version, if it is another one than that which the server was opened with.
+    /// The placement at this version, if it changed since the server was opened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<Placement>,
 }
@@ -38,13 +38,13 @@ impl Record {
         Record { version, applied, commit, left_out: Vec::new(), standing: None, placement: None }
     }
 
-    /// The record of a job that goes on from state, before its first step.
+    /// The record of a job that is filled with state, before its first step.
     pub fn filled(applied: u64, left_out: Vec<LeftOut>) -> Record {
         Record { left_out, ..Record::new(Version(0), applied, None) }
     }
 
-    /// Returns the versions of a shard that a server has had by this version: from the one that it fetched to that of
-    /// its state. None if another server has the shard.
+    /// Returns the versions of a shard that a server has had by this version, from the fetched one to its newest. None
+    /// if another server has the shard.
     pub fn versions_of(
         &self,
         shard: ShardId,
@@ -63,11 +63,11 @@ impl Record {
     }
 }
 
-/// Versions after a shard's last one on a server, until its state is freed. The next owner must have it by then: every
-/// rank has computed with a version that the next owner made. The last of the three is a reserve.
+/// Versions between a shard's last one on a server and the release of its state. The next owner has the state by then:
+/// every rank has computed with a version of the next owner. The last of the three is a reserve.
 const HELD: u64 = 3;
 
-/// Returns true if other servers own a shard by now, and no step in flight asks the server of `span` for it.
+/// Returns true if other servers own a shard, and no step in flight reads the version of the owner of `span`.
 pub fn is_handed(span: &Range<u64>, version: Version, max_delay: u32) -> bool {
     !span.is_empty() && span.end <= version.0.saturating_sub(HELD + u64::from(max_delay))
 }
@@ -77,7 +77,7 @@ pub fn is_handed(span: &Range<u64>, version: Version, max_delay: u32) -> bool {
 pub struct KeptShard {
     /// Version of its state.
     pub version: Version,
-    /// The state was on its way from another server, and is fetched again.
+    /// The state was being fetched from another server, and is fetched again.
     pub awaited: bool,
     /// True if the image of the version before is whole.
     pub older_image: bool,

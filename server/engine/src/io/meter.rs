@@ -1,7 +1,6 @@
 //! Counts of the drives' requests and their latencies, for charts.
 //!
-//! A request pays two looks at the clock and some counters: 0.2 microseconds, where a drive takes 100 at
-//! least.
+//! A request costs two readings of the clock and some counters: 0.2 us, where a drive takes at least 100.
 
 use std::{
     io,
@@ -55,11 +54,11 @@ impl Operation {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
-    /// Requests that are done, by [`LATENCIES`]; the last ones took longer.
+    /// Finished requests, by [`LATENCIES`]. The last count is of longer ones.
     pub latencies: [u64; LATENCIES.len() + 1],
     pub time: Duration,
     pub bytes: u64,
-    /// Number of requests that the drive owes now.
+    /// Number of requests without an answer.
     pub under_way: u64,
 }
 

@@ -1,9 +1,9 @@
-//! Aligned reads and writes of one file on dedicated threads, so that compute never waits in a system call.
+//! Aligned reads and writes of one file on threads of their own. Tiers submit requests, and compute never waits in a
+//! system call.
 //!
-//! A [`Disk`] is a file. io_uring serves it where the kernel allows that. Default container
-//! seccomp does not; a few threads then call pread and pwrite. In tests a simulated disk loses, tears and
-//! reorders. A request owns its buffer until it is done. So nobody can free or reuse memory that the device
-//! still reads or writes.
+//! A [`Disk`] is a file. io_uring serves it where the kernel allows that. A container's default seccomp profile forbids
+//! io_uring; a few threads then call pread and pwrite. A request owns its buffer until it is done, so no caller can
+//! free memory that the device still reads or writes. In tests a simulated disk loses, tears and reorders writes.
 
 mod file;
 mod meter;
@@ -31,8 +31,8 @@ use crate::memory::Region;
 /// written through the page cache.
 pub const FILE_ALIGN: u64 = 4096;
 
-/// The longest single transfer handed to the kernel. Devices peak at 1 MiB. A block device takes no more as one bio of
-/// 4 KiB pages. So io_uring never hands the transfer to a worker thread.
+/// The longest single transfer handed to the kernel. Devices peak at 1 MiB. A longer transfer would not fit one bio of
+/// 4 KiB pages, and io_uring would hand it to a worker thread.
 pub(crate) const TRANSFER_BYTES: usize = 1024 * 1024;
 /// A device without an answer for this time has failed. The kernel's own timeout for NVMe is 30 s, with
 /// retries.
@@ -54,7 +54,7 @@ pub struct Part {
     pub range: Range<usize>,
 }
 
-/// Receives the buffer back, and the result: was every part transferred whole?
+/// Receives the buffer back, and an error if a part was not transferred whole.
 pub type Done = Box<dyn FnOnce(Region, io::Result<()>) + Send>;
 
 pub struct Request {
@@ -75,8 +75,8 @@ impl fmt::Debug for Request {
 pub trait Disk: Send + Sync {
     fn path(&self) -> &Path;
 
-    /// Reserves space, so that a full disk is found here and not by a write in the middle of training. A second call for
-    /// the same range changes nothing.
+    /// Reserves space, so that no write in the middle of training finds the disk full. A second call for the same range
+    /// changes nothing.
     fn reserve(&self, range: Range<u64>) -> io::Result<()>;
 
     /// Gives the space of a range back. The range reads as zeros.
@@ -85,9 +85,8 @@ pub trait Disk: Send + Sync {
     /// Starts a request. Requests in flight may be done in any order.
     fn submit(&self, request: Request);
 
-    /// Makes all writes that were done before the call survive a power failure. After an error their state is
-    /// unknown. A second flush would report a false success: the kernel forgets pages that it could not
-    /// write.
+    /// Makes all writes that were done before the call survive a power failure. After an error the writes may be lost.
+    /// A second flush would report a false success: the kernel forgets pages that failed.
     fn flush(&self) -> io::Result<()>;
 }
 
@@ -109,8 +108,7 @@ pub enum Engine {
     Threads,
 }
 
-/// Runs one request to its end. Meant for small things beside the data: records and tables. A device that is silent for
-/// too long keeps the buffer.
+/// Runs one request to its end, for records and tables. A device that is silent for too long keeps the buffer.
 pub(crate) fn transfer(
     disk: &dyn Disk,
     direction: Direction,

@@ -49,8 +49,8 @@ impl Drop for Threads {
     fn drop(&mut self) {
         self.queue = None;
         for thread in self.threads.drain(..) {
-            // A request's `done` may hold the last reference to the disk. Then this code runs on one of the
-            // disk's threads.
+            // A request's `done` may hold the last reference to the disk. This code then runs on one of the disk's
+            // threads.
             if thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }

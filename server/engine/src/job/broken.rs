@@ -1,5 +1,5 @@
-//! Bits that flipped in this server's memory: found where the state is read, and told to rank 0 with the statistics of a
-//! step.
+//! Bits that flipped in this server's memory. Reads of the state find them, and rank 0 hears of them with a step's
+//! statistics. Only jobs with replicas look for flipped bits.
 
 use std::{ops::Range, sync::atomic::Ordering};
 
@@ -48,7 +48,7 @@ impl Job {
         broken.map_or(Ok(()), |block| Err(self.found_broken(owned, block)?))
     }
 
-    /// Takes note of a block that differs from its checksum. Returns the refusal of the shard.
+    /// Marks the shard of a block that differs from its checksum as broken. Returns the shard's refusal.
     ///
     /// # Errors
     /// If no other server can go on with the shard, which ends the job here.

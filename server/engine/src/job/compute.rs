@@ -1,4 +1,5 @@
-//! The threads that sum and update, and the instruction set that they use.
+//! The threads that sum and update, and their instruction set. The server owns the pool, and each job has an account of
+//! thread time.
 
 use std::{io, sync::Arc};
 

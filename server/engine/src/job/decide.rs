@@ -1,5 +1,5 @@
-//! A step's decision, and what it is made from: who takes part, statistics of gradients, and the parameters
-//! without one.
+//! A step's decision and its inputs: joined ranks, gradient statistics, and parameters without a gradient. gRPC calls
+//! run this on their own threads.
 
 use longshore_proto::{
     Commit, Fault, FaultKind, Incarnation, Origin, Rank, ShardId, Step,
@@ -18,8 +18,8 @@ impl Job {
     /// Binds a rank to a process. Returns false while a chunk of the rank's earlier process is being received or
     /// summed: call again after a change. Answer the rank only after `keep_joined` has returned.
     ///
-    /// `world_size` is the number of ranks that take part, as this one was started. Rank 0's counts from now on, and
-    /// undecided steps begin anew if it is another one. Other ranks wait for rank 0. None leaves it as it is.
+    /// `world_size` is the number of ranks that take part, as this rank was started. Rank 0's number counts from now
+    /// on; if it changes, undecided steps begin anew. Other ranks wait for rank 0. None keeps the number.
     pub fn join(&self, rank: Rank, incarnation: Incarnation, world_size: Option<u32>) -> Result<bool, Fault> {
         self.protocol.check_alive()?;
         let mut machine = self.protocol.machine();
@@ -28,8 +28,8 @@ impl Job {
         let is_resized = machine.world_size() != before.1;
         let is_bound = machine.has_joined(rank, incarnation) && !before.0;
         if is_bound || is_resized {
-            // The machine stays locked, so that the new process cannot yet overwrite contributions that the
-            // tier must first forget.
+            // The machine stays locked, so the new process cannot overwrite contributions that the tier must first
+            // forget.
             let over = is_resized || machine.world_size() == 1;
             let all = (0..self.share.spec.world_size).map(Rank);
             for rank in all.filter(|&of| of == rank || is_resized) {
@@ -87,7 +87,7 @@ impl Job {
         let duplicate = machine.version() == before;
         if !duplicate {
             self.snapshots.tell(&machine);
-            // The machine stays locked: nobody may learn of the decision before the tier has it.
+            // The machine stays locked: no caller may learn of the decision before the tier has it.
             self.protocol.decided(&machine, step)?;
             if works.is_empty() && machine.is_made(step) {
                 self.protocol.finish(&machine, step)?;
@@ -99,14 +99,12 @@ impl Job {
         Ok((duplicate, works))
     }
 
-    /// Refuses a decision whose left-out parameters do not follow from those of the decision before. Refuses
-    /// also a decision that leaves out other parameters than those without a gradient here. Other checks
-    /// cover the decision's origin and the completeness of contributions.
+    /// Refuses a decision whose left-out parameters do not follow from the decision before. Also refuses a decision
+    /// that leaves out other parameters than those without a gradient here. Other checks cover origin and completeness.
     ///
-    /// A decision of an earlier process of rank 0 is not compared with the gradient: another server has
-    /// applied it. If this server refused it, the job could never reach one version on all servers. A
-    /// left-out parameter may well have a gradient here, since a restarted rank may have computed another
-    /// one.
+    /// A decision of an earlier process of rank 0 is not compared with the gradient. Another server has applied that
+    /// decision, and a refusal here would keep the servers apart for ever. A restarted rank may have computed another
+    /// gradient here.
     fn check_left_out(
         &self,
         machine: &Machine,
@@ -146,8 +144,8 @@ impl Job {
         Ok(())
     }
 
-    /// The statistics of each block of a shard. None until its gradient of a step is complete, and each rank's present
-    /// process has sent its own. A frozen shard has none.
+    /// The statistics of each block of a shard. None until the step's gradient is complete, and each rank's present
+    /// process has sent its part. A frozen shard has none.
     pub fn statistics(&self, shard: ShardId, step: Step) -> Result<Option<Vec<Statistics>>, Fault> {
         self.protocol.check_alive()?;
         let machine = self.protocol.machine();

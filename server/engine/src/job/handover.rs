@@ -1,7 +1,7 @@
-//! Handovers of shards between servers: state that the owner before gives, and that the new owner takes in.
+//! Handovers of shards between servers: the owner before gives the state, and the new owner takes it.
 //!
-//! The owner before makes no further update of such a shard, so its state stays as it is while the new owner reads it.
-//! Connections and retries are the caller's.
+//! The owner before makes no further update of such a shard, so the new owner reads unchanging state. The server's
+//! calls run this, on their own threads. Connections and retries are the server's.
 
 use std::{ops::Range, sync::atomic::Ordering};
 
@@ -19,8 +19,8 @@ use crate::{
     tier::{ImageAge, Shape, without_place_in_tmpfs},
 };
 
-/// Numbers of the images among the arrays that a handover transfers, after those of the state: that of the version, and
-/// that of the version before, which ranks of a delayed job may still read.
+/// Number of the image among the arrays that a handover transfers, after the state's three. The image of the version
+/// before follows: ranks of a delayed job may still read it.
 pub const IMAGE: u32 = 3;
 pub const OLDER_IMAGE: u32 = 4;
 
@@ -31,7 +31,7 @@ impl Job {
     /// Takes part in a running job from the version of `record` on, without any shard.
     ///
     /// # Errors
-    /// `Fenced` for another process than rank 0's; `Precondition` if this server owns shards already.
+    /// `Fenced` for any process but rank 0's; `Precondition` if this server already owns shards.
     pub fn begin(
         &self,
         incarnation: Incarnation,
@@ -62,7 +62,7 @@ impl Job {
     /// transfer is under way: call again after a change.
     ///
     /// # Errors
-    /// `Fenced` for another process than rank 0's; `Conflict` where the version is another one, or the placement not newer.
+    /// `Fenced` for any process but rank 0's. `Conflict` for another version, or a placement that is not newer.
     pub fn place(
         &self,
         incarnation: Incarnation,
@@ -87,7 +87,7 @@ impl Job {
             joined.into_iter().for_each(|joined| self.protocol.tell_joined(rank, joined, true));
             self.gradients.give_back_unneeded(&machine, rank);
         }
-        // The machine stays locked: nobody may learn of the placement before the tier has it.
+        // The machine stays locked: no caller may learn of the placement before the tier has it.
         if let Some(durable) = &self.tier.durable {
             durable.place(&machine.record()).map_err(|fault| self.protocol.fail(fault))?;
         }
@@ -97,12 +97,13 @@ impl Job {
         Ok(true)
     }
 
-    /// Takes the address at which a server of the job answers now. Returns the one before, if that is another.
+    /// Takes the address at which a server of the job answers now. Returns the address before, if it differs.
     pub fn readdress(&self, server: ServerId, address: &str) -> Option<String> {
         self.protocol.machine().readdress(server, address)
     }
 
-    /// The shards that this server owns at a step, in forward order. Those of an owner that is given up count too.
+    /// The shards that this server owns at a step, in forward order, and those it replicates for an owner that is given
+    /// up.
     pub fn owned_at(&self, step: Step) -> Vec<ShardId> {
         let machine = self.protocol.machine();
         let owned = self.share.all().filter(|&owned| machine.answers_for(owned, step));
@@ -129,7 +130,7 @@ impl Job {
         Ok(machine.arrived(owned, version))
     }
 
-    /// Returns a shard of which nothing is left once these servers are lost, as far as this server knows.
+    /// Returns a shard whose last copy is on these servers, as far as this server knows.
     pub fn last_of(&self, lost: &[ServerId]) -> Option<ShardId> {
         self.protocol.machine().last_of(lost)
     }
@@ -139,19 +140,19 @@ impl Job {
         self.protocol.machine().lose(lost)
     }
 
-    /// Returns true while the state of a shard is on its way.
+    /// Returns true while the state of a shard is being fetched.
     pub fn awaits(&self, awaited: &Awaited) -> bool {
         let machine = self.protocol.machine();
         machine.owned_index(awaited.shard).is_ok_and(|owned| machine.awaits(owned, awaited.version))
     }
 
-    /// Returns true if this server was prepared for a running job and has never owned a shard: it may be opened for
-    /// others.
+    /// Returns true if this server was prepared for a running job and never owned a shard. It may be opened for other
+    /// shards then.
     pub fn is_spare(&self) -> bool {
         self.share.placement.epoch > Epoch(1) && self.protocol.machine().is_without_shards()
     }
 
-    /// Returns true if an update waits for a shard that is on its way.
+    /// Returns true if an update waits for a shard that is being fetched.
     pub fn is_held(&self) -> bool {
         self.protocol.machine().is_held()
     }
@@ -161,17 +162,17 @@ impl Job {
         self.protocol.machine().lacking()
     }
 
-    /// The shards whose state is on its way to this server, those of the earliest version first.
+    /// The shards whose state this server fetches, by version.
     pub fn awaited(&self) -> Vec<Awaited> {
         self.protocol.machine().awaited()
     }
 
-    /// Returns true if [`Job::free_handed`] has something to do.
+    /// Returns true if [`Job::free_handed`] would free a shard.
     pub fn may_free(&self) -> bool {
         !self.protocol.machine().handed().is_empty()
     }
 
-    /// Frees memory and space of shards that other servers own by now. Waits for the copies of snapshots that have them.
+    /// Frees memory and space of shards that other servers own now. Waits for snapshots that still copy them.
     pub fn free_handed(&self) {
         let handed = self.protocol.machine().handed();
         for owned in handed {
@@ -203,8 +204,8 @@ impl Job {
         self.disk_bytes.fetch_sub(need.disk, Ordering::Relaxed);
     }
 
-    /// Reserves memory and space for shards that shall come to this server, once `admit` has allowed these bytes of both.
-    /// Memory for shards of an earlier plan that never came is given back.
+    /// Reserves memory and space for shards that shall move here, once `admit` has allowed the bytes of both. Memory
+    /// for shards of an earlier plan that never came is given back.
     ///
     /// # Errors
     /// `Exhausted` if there is no room by now. Those of `admit`.
@@ -253,7 +254,7 @@ impl Job {
         Ok(machine.check_fetch(owned, version)?.then_some(()))
     }
 
-    /// Bytes of each array that a handover of the shard transfers: those of the state, then the images.
+    /// Bytes of each array that a handover of the shard transfers: the state's arrays, then the images.
     pub fn handed_bytes(&self, shard: ShardId) -> Result<HandedBytes, Fault> {
         let owned = self.protocol.machine().owned_index(shard)?;
         let mut bytes = HandedBytes::default();
@@ -267,8 +268,8 @@ impl Job {
         Ok(bytes)
     }
 
-    /// Bytes of each array that this server sends of a version. A job that has just begun, or was restored, may have no
-    /// image of the version before.
+    /// Bytes of each array that this server sends of a version. A job that was just filled may have no image of the
+    /// version before.
     pub fn sent_bytes(&self, shard: ShardId, version: Version) -> Result<HandedBytes, Fault> {
         let mut bytes = self.handed_bytes(shard)?;
         let owned = self.protocol.machine().owned_index(shard)?;
@@ -278,8 +279,8 @@ impl Job {
         Ok(bytes)
     }
 
-    /// Compares a shard with its checksums before the last of its bytes is handed over: its next holder takes nothing that
-    /// has flipped here.
+    /// Compares a shard with its checksums before its last bytes are handed over, so that no flipped bit reaches the
+    /// next holder.
     pub fn check_handed(&self, shard: ShardId) -> Result<(), Fault> {
         let owned = self.protocol.machine().owned_index(shard)?;
         self.check_blocks(owned, 0..self.share.blocks(owned))
@@ -293,7 +294,7 @@ impl Job {
         array: u32,
         bytes: Range<usize>,
     ) -> Result<Vec<u8>, Fault> {
-        // A new replica that is lost meanwhile is lent the state no more.
+        // A new replica that is lost meanwhile may not read the state.
         self.check_fetch(shard, version)?.ok_or_else(|| lost(shard, version))?;
         let owned = self.protocol.machine().owned_index(shard)?;
         let mut copy = Vec::with_capacity(bytes.len());
@@ -341,13 +342,13 @@ impl Job {
         })
     }
 
-    /// Snapshots of a version from before the shard had left this server copy it before it is written again.
+    /// Lets snapshots copy the shard first, if their version is from before the shard left this server.
     fn spare_snapshots(&self, owned: OwnedShard, version: Version) {
         self.snapshots.take_before(self, owned, version.next_step());
     }
 
-    /// Returns Some once the image of an awaited shard may be written, and [`Job::fetched`] called. Where the tier stores
-    /// images, this server has made the version of its own shards by then: its images have a place on the drives.
+    /// Returns Some once the image of an awaited shard may be written, and [`Job::fetched`] called. A tier that stores
+    /// images has no place for them before this server has made the version of its own shards.
     pub fn check_image(&self, awaited: &Awaited) -> Result<Option<()>, Fault> {
         self.protocol.check_alive()?;
         let (machine, version) = (self.protocol.machine(), awaited.version);
@@ -355,8 +356,8 @@ impl Job {
         Ok((self.tier.images.is_none() || is_made).then_some(()))
     }
 
-    /// All bytes of an awaited shard are written, with those of the older image if `has_older`. Returns the updates that
-    /// waited for it.
+    /// All bytes of an awaited shard are written, the older image's too if `has_older`. Returns the updates that waited
+    /// for the shard.
     pub fn fetched(&self, awaited: &Awaited, has_older: bool) -> Result<Vec<Work>, Fault> {
         self.protocol.check_alive()?;
         let (owned, version) = (self.protocol.machine().owned_index(awaited.shard)?, awaited.version);
@@ -382,7 +383,7 @@ impl Job {
         Ok(works)
     }
 
-    /// Ends the wait for weights: the state of a server that begins later comes shard by shard.
+    /// Ends the wait for weights. A server that begins later fetches its state shard by shard.
     fn finish_load(&self) {
         lock(&self.load).finish();
     }

@@ -1,7 +1,8 @@
-//! A job's first state: progress of its upload, a checkpoint's shards, and the start.
+//! A job's first state: progress of its upload, a checkpoint's shards, and the start. Calls of rank 0 or an operator
+//! run this on their own threads.
 //!
-//! A job is restored from a checkpoint in two acts. First it is loaded and held; once every other server
-//! holds its own part too, it is started. So a fault on one server leaves no job that trains on another.
+//! A restore has two acts: every server loads and holds the checkpoint, and only then are all started. So a fault on
+//! one server leaves no job that trains on another.
 
 use std::sync::MutexGuard;
 
@@ -30,9 +31,9 @@ pub(super) struct Load {
     pub(super) origin: Option<CheckpointId>,
     /// Number of shards loaded from it so far.
     pub(super) shards: u32,
-    /// The load under way must end before it reads its next shard.
+    /// The current load must end before it reads its next shard.
     pub(super) cancelled: bool,
-    /// The job is not served any more, so nothing is loaded into it. This is final.
+    /// The job is no longer served, so no load may begin, for good.
     pub(super) closed: bool,
 }
 
@@ -69,14 +70,13 @@ impl Uploaded {
     }
 }
 
-/// Source of the weights, which changes only under the lock of [`Load`]. So an upload never writes into a
-/// shard that a restore has filled. Neither does it write into a job that has started since the upload was
-/// admitted.
+/// Source of the weights, which changes only under the lock of [`Load`]. So an upload never writes into a shard that a
+/// restore has filled, nor into a job that has started meanwhile.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Source {
     Upload,
     Restore,
-    /// All is loaded from a checkpoint, and the job will start with this.
+    /// All shards are loaded from a checkpoint, and the job will start with this record.
     Held(Box<Record>),
     Complete,
 }
@@ -85,7 +85,7 @@ pub(super) enum Source {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointId {
     pub name: String,
-    /// The same contents have the same id, wherever they lie and whichever server reads them.
+    /// Digest of the contents. Copies in other folders have the same id.
     pub id: String,
 }
 
@@ -200,8 +200,8 @@ impl Load {
 }
 
 impl Job {
-    /// Fills every shard through `read`, and keeps the job from starting. A checkpoint that was held before
-    /// is released. After an error the job waits for weights as if it had just been opened.
+    /// Fills every shard through `read`, and holds the job before its start. A checkpoint that was held before is
+    /// released. After an error the job waits for weights as if it had just been opened.
     pub fn load(
         &self,
         origin: CheckpointId,
@@ -238,7 +238,7 @@ impl Job {
                 (Source::Complete, _) => return Ok(()),
                 (Source::Held(record), true) => {
                     let record = record.clone();
-                    // A starting job is not held any more, and takes no upload.
+                    // A starting job is no longer held, and takes no upload.
                     load.source = Source::Restore;
                     record
                 }
@@ -334,8 +334,8 @@ impl Job {
                 continue;
             }
             let mut current = self.images.to_make(owned, version);
-            // The images of version v - 1 and version v + 1 share one place. The next version's place is
-            // requested here, since version 0 has no version before it.
+            // The images of versions v - 1 and v + 1 share one place. The next version's is requested here, since
+            // version 0 has no version before.
             let mut older = self.images.to_make(owned, Version(version.0 + 1));
             let length = self.images.len(owned);
             let mut result = Ok(());
@@ -363,8 +363,8 @@ impl Job {
         self.protocol.notify();
     }
 
-    /// Undoes a load. The next load may bring fewer images, and an upload brings only master weights. So
-    /// images and moments of this load must not stay.
+    /// Undoes a load. Images and moments must not stay: the next load may bring fewer images, and an upload may bring
+    /// only master weights.
     fn forget(&self) {
         self.images.forget();
         for owned in self.share.opened() {
@@ -440,7 +440,7 @@ impl Job {
         })
     }
 
-    /// Goes on from a version that the tier has kept. Every block of it is read and compared.
+    /// Goes on from a version that the tier has kept. Every block is read and compared.
     pub(super) fn recover(&self, record: Record) -> Result<(), Fault> {
         let (share, version) = (&self.share, record.version);
         let kept =
@@ -455,8 +455,8 @@ impl Job {
             if trained {
                 self.images.recover(owned, version, &kept)?;
             }
-            // The state is read even if the image was kept. A damaged block must be found while the server
-            // can still take the version before.
+            // The state is read even if the image was kept: a damaged block must be found while the version before can
+            // still be taken.
             self.tier.state.read(owned, &mut |_| ())?;
             if trained && *kept.end() == version {
                 self.make_image(owned, version)?;
@@ -471,15 +471,15 @@ impl Job {
         Ok(())
     }
 
-    /// Goes on after a process that was killed at any instant. The steps that it had decided are updated to
-    /// the end, from the contributions that it had.
+    /// Goes on after a process that was killed at any instant. Updates of decided steps are finished from the kept
+    /// contributions.
     pub(super) fn resume_updates(&self, kept: Interrupted) -> Result<(), Fault> {
         let here: Vec<_> =
             self.share.all().zip(&kept.shards).filter_map(|(owned, of)| Some((owned, (*of)?))).collect();
         for (owned, shard) in here.iter().filter(|(owned, of)| !of.awaited && !self.share.is_frozen(*owned)) {
             self.images.found(*owned, shard, self.tier.kept.as_ref())?;
         }
-        // The process before may have ended before it gave their space back.
+        // The process before may have died before it gave their space back.
         let is_away = |owned: &OwnedShard| kept.shards[owned.index()].is_none();
         self.share.all().filter(is_away).for_each(|owned| self.release_space(owned));
         lock(&self.load).finish();

@@ -1,4 +1,5 @@
-//! A job on one server: its parts, its tier, and the work that the step machine asks for.
+//! A job on one server: its parts, its tier, and the work that the step machine asks for. The server's table of jobs
+//! owns each job.
 //!
 //! Each part is a folder or a file with its own state: [`Protocol`], [`Gradients`], [`Images`] and [`Snapshots`].
 //! An act that concerns several of them is a method of [`Job`], in a file by act. Events may come from any
@@ -74,8 +75,8 @@ pub struct Job {
     disk_bytes: AtomicU64,
     /// Shards whose state has broken here since the job was opened.
     broken: AtomicU64,
-    /// Declared last, so that the observer in it is dropped last. A caller that sees the observer dropped
-    /// knows that the job's memory and folders are free.
+    /// Declared last, so that its observer is dropped last. Once a caller sees that, the job's memory and folders are
+    /// free.
     pub protocol: Protocol,
 }
 
@@ -93,8 +94,8 @@ impl Job {
         &self.share.placement
     }
 
-    /// Returns the number of this server's part of a checkpoint, and how many parts there are: one for each server of
-    /// the job that is not given up, in the order of their numbers.
+    /// Returns the number of this server's part of a checkpoint, and the number of parts. Each server that is not given
+    /// up writes one, in the order of their numbers.
     pub fn part(&self) -> (u32, u32) {
         let machine = self.protocol.machine();
         let before = machine.members().take_while(|member| *member < self.share.server).count();
@@ -128,7 +129,7 @@ impl Job {
         self.reservation.bytes()
     }
 
-    /// Returns which parts of the job live on drives alone. None for a job that keeps nothing on drives.
+    /// Returns the parts of the job that live on drives alone. None for a job without drives.
     pub fn spill(&self) -> Option<Spill> {
         let spill = if self.images.are_spilled() { Spill::All } else { Spill::State };
         self.tier.behind.is_some().then_some(spill)
@@ -139,7 +140,7 @@ impl Job {
         self.tier.behind.as_ref().map_or(0, |behind| behind.written_bytes()) + self.gradients.written_bytes()
     }
 
-    /// Returns where shards were when work needed them. None if all state is in memory.
+    /// Returns the places of shards when work needed them. None if all state is in memory.
     pub fn taken(&self) -> Option<Taken> {
         Some(self.tier.behind.as_ref()?.taken())
     }

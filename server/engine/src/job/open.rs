@@ -1,5 +1,5 @@
-//! Opening of a job: its need is computed, and memory is reserved, allocated and cut into images, contributions and
-//! sums. The state that the tier has kept is recovered.
+//! Opening of a job: memory is reserved, allocated and cut into images, contributions and sums. Then the state that the
+//! tier has kept is recovered. The server's open calls, and its start, run this.
 
 use std::{
     path::Path,
@@ -35,8 +35,8 @@ use crate::{
 };
 
 impl Job {
-    /// Validates and admits the job, and allocates and touches all memory that it will ever need here. If its
-    /// tier has kept the job, the job goes on from there.
+    /// Validates and admits the job, and touches all memory that its shards need here. If its tier has kept the job,
+    /// the job goes on from there.
     pub fn open(
         spec: JobSpec,
         placement: Placement,
@@ -110,8 +110,7 @@ impl Drop for Unopened {
     }
 }
 
-/// Reads and verifies one server's folder of a job, with the buffers from which the next process would finish a
-/// decided step.
+/// Reads and verifies one server's folder of a job, buffers of tier `shm` included.
 ///
 /// # Errors
 /// See [`tier::inspect::inspect`].
@@ -166,7 +165,7 @@ impl Need {
     pub fn of_shard(spec: &JobSpec, layout: &Layout, shard: ShardId, spills: bool) -> Need {
         let StoreNeed { state, disk, .. } = tier::shard_need(spec, layout, shard, spills);
         if spills {
-            // All shards share what images and gradients take in DRAM.
+            // All shards share the DRAM of images and gradients.
             return Need { state, disk, ..Need::default() };
         }
         let (contributions, accumulators) = gradient_bytes(spec, layout, shard);
@@ -196,7 +195,7 @@ struct Space {
     widths: Widths,
 }
 
-/// Bytes of memory for each element of an image, a contribution and a sum. 0 for arrays that live on drives.
+/// Bytes of memory for each element of an image, a contribution and a sum; 0 where they live on drives.
 #[derive(Clone, Copy)]
 struct Widths {
     image: usize,
@@ -231,8 +230,8 @@ impl Space {
         Ok(Space { slab, shared, widths })
     }
 
-    /// Takes memory that a tier keeps, [`Space::bytes`] long. Its images are not shared, since a process that
-    /// may read the file could also write it.
+    /// Takes memory that a tier keeps, [`Space::bytes`] long. Images there are not shared, since a process that may
+    /// read the file could also write it.
     fn of_tier(slab: Slab, spec: &JobSpec) -> Space {
         Space { slab, shared: None, widths: Widths::of(spec) }
     }
@@ -252,7 +251,7 @@ fn buffered(share: &Share, owned: OwnedShard) -> usize {
 #[derive(Clone, Copy)]
 struct Size {
     bytes: usize,
-    /// The array is used from the start: its shard is this server's.
+    /// The array's shard is this server's from the start.
     used: bool,
 }
 

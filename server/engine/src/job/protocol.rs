@@ -1,5 +1,5 @@
-//! A job's ranks and decisions: the step machine behind its lock, the threads that wait for it, and the fault
-//! that ended the job. The tier keeps each event before anyone is told.
+//! A job's ranks and decisions: the step machine behind its lock, waiting threads, and the fault that ended the job.
+//! The tier keeps each event before any caller hears of it.
 
 use std::{
     mem,
@@ -42,8 +42,8 @@ impl Signal {
     }
 }
 
-/// The step machine and the threads that wait for it. The machine's lock comes first: its holder may take the
-/// locks of gradients and snapshots. A thread that holds one of these never waits for the machine's.
+/// The step machine and the threads that wait for its changes. The machine's lock comes first: its holder may take the
+/// locks of gradients and snapshots, and never the other way round.
 pub struct Protocol {
     name: JobName,
     machine: Mutex<Machine>,
@@ -51,9 +51,9 @@ pub struct Protocol {
     behind: Option<Arc<dyn WriteBehind>>,
     /// Set once, when a tier failed. From then on nothing is accepted.
     failed: OnceLock<Fault>,
-    /// The unfinished work of an earlier process of this server. The compute thread takes it first.
+    /// Unfinished work of an earlier process of this server, which the compute thread does first.
     unfinished: Mutex<Vec<Work>>,
-    /// The compute thread has finished some work, and has not yet woken the threads that wait for it.
+    /// The compute thread has finished work, and has yet to wake the waiting threads.
     owed: AtomicBool,
     signal: Arc<Signal>,
 }
@@ -84,15 +84,14 @@ impl Protocol {
         self.signal.send();
     }
 
-    /// Notes whether the waiting threads are still to be woken. Returns the previous note.
+    /// Sets whether waiting threads have yet to be woken. Returns the value before.
     pub(super) fn owe(&self, owed: bool) -> bool {
         self.owed.swap(owed, Ordering::Relaxed)
     }
 
-    /// Wakes the threads that wait for the last finished work. The compute thread calls this only after it
-    /// has given the update threads their next blocks. Waking takes 0.1 ms a shard, and the woken threads run
-    /// on the compute thread's core. If they were woken first, the update threads would be idle meanwhile: a
-    /// step of 48 shards takes 120.3 ms instead of 118.9.
+    /// Wakes the threads that wait for the last finished work. The compute thread first gives the update threads their
+    /// next blocks: waking takes 0.1 ms a shard, on the compute thread's core. Woken first, a step of 48 shards took
+    /// 120.3 ms instead of 118.9.
     pub(super) fn notify_owed(&self) {
         if self.owe(false) {
             self.notify();
@@ -137,8 +136,7 @@ impl Protocol {
         self.machine().waiting_for()
     }
 
-    /// Returns the incarnation of the rank 0 that decided a version's step; 0 if this server does not know
-    /// it.
+    /// Returns the incarnation of the rank 0 that decided a version's step; 0 if unknown here.
     pub fn decided_by(&self, version: Version) -> Incarnation {
         self.machine().decided_by(version)
     }
@@ -195,7 +193,7 @@ impl Protocol {
         }
         self.fence_in(&mut machine, Rank(0), incarnation)?;
         if !there {
-            // The machine stays locked, so that no decision comes between.
+            // The machine stays locked, so that no decision comes in between.
             self.end(ended);
         }
         drop(machine);
@@ -203,7 +201,7 @@ impl Protocol {
         Ok(there)
     }
 
-    /// The newest version that a crash cannot take back. None if no step has to wait for it.
+    /// The newest version that a crash cannot take back. None where steps need not wait for durability.
     pub(super) fn written(&self) -> Option<Version> {
         self.behind.as_ref().map(|behind| behind.durable())
     }
@@ -216,8 +214,8 @@ impl Protocol {
         self.written().map_or(version, |durable| durable.min(version))
     }
 
-    /// Revokes the right of a rank's earlier processes to push. The new process may then act on state that it has read
-    /// from this server. Answer the rank only after [`Protocol::keep_joined`] has returned.
+    /// Revokes the right of a rank's earlier processes to push. Answer the rank only after [`Protocol::keep_joined`]
+    /// has returned.
     pub fn fence(&self, rank: Rank, incarnation: Incarnation) -> Result<(), Fault> {
         self.check_alive()?;
         self.fence_in(&mut self.machine(), rank, incarnation)?;
@@ -239,13 +237,12 @@ impl Protocol {
         Some(self.machine().joined(rank)?.at)
     }
 
-    /// Returns true if a rank's newest process must join again before it pushes: its gradients so far may be gone.
+    /// Returns true if a rank's newest process must join again before it pushes. Gradients that it sent may be gone.
     pub fn must_rejoin(&self, rank: Rank, incarnation: Incarnation) -> bool {
         self.machine().must_rejoin(rank, incarnation)
     }
 
-    /// Returns once no crash of this server can make it forget who has joined. Waits for a drive where the
-    /// tier has one.
+    /// Returns once no crash of this server can lose the joined processes. Waits for a drive where the tier has one.
     pub fn keep_joined(&self) -> Result<(), Fault> {
         self.durable.as_ref().map_or(Ok(()), |durable| durable.keep_joined())
     }
@@ -286,8 +283,8 @@ impl Protocol {
         if change(&mut machine)?
             && let Some(kept) = &self.durable
         {
-            // The machine stays locked: nobody may learn of the new standing before the tier has it. No
-            // decision may come between.
+            // The machine stays locked: no decision may come in between, and no caller may learn of the new standing
+            // before the tier has it.
             kept.stand(&machine.record()).inspect_err(|fault| self.end(fault))?;
         }
         drop(machine);

@@ -1,4 +1,4 @@
-//! Pulls: bytes of the image of one version.
+//! Pulls: bytes of the image of one version. gRPC calls run this on their own threads.
 
 use std::{ops::Range, sync::atomic::Ordering};
 
@@ -24,10 +24,10 @@ pub struct Pulled<T> {
 
 /// Bytes of an image, to be sent.
 pub enum ImageBytes {
-    /// The bytes are in the job's memory. The version after next may overwrite them while they are sent. The
-    /// reader then sees a wrong checksum, and is told when it asks again that the version is gone.
+    /// The bytes are in the job's memory. The version after next may overwrite them while they are sent. The reader
+    /// then sees a wrong checksum, asks again, and hears that the version is gone.
     Here(SharedBytes),
-    /// The bytes were read from drives or from the tier's state, where no other thread may read.
+    /// The bytes were copied from drives or from the tier's state.
     Read(Vec<u8>),
 }
 
@@ -52,8 +52,8 @@ impl Job {
         self.images.are_spilled() || self.share.layout.is_frozen(shard)
     }
 
-    /// Prefetches the bytes of a checked slice of one version's image, which a pull will ask for soon.
-    /// Returns at once. Does nothing before the shard has the version, or where the tier has no room.
+    /// Prefetches a checked slice of one version's image before its pull. Returns at once. Does nothing before the
+    /// shard has the version, or without room.
     pub fn read_ahead(&self, slice: &Slice, version: Version) {
         if self.reads_state(slice.shard)
             && let Ok(Some(owned)) = self.ready(slice, version)
@@ -73,8 +73,7 @@ impl Job {
         )
     }
 
-    /// Copies the bytes that [`Job::lend_image`] would lend, for a caller that must read them in this
-    /// process. No update can write them meanwhile.
+    /// Copies the bytes that [`Job::lend_image`] would lend. No update can write them during the copy.
     pub fn copy_image(&self, slice: &Slice, version: Version) -> Result<Option<Pulled<Vec<u8>>>, Fault> {
         self.take_image(slice, version, |image, within| image.bytes()[within].to_vec(), |read| read)
     }

@@ -1,4 +1,5 @@
-//! Pushes: contributions are received into their gradient slots, and count once they are whole.
+//! Pushes: contributions are received into their gradient slots, and count once they are whole. The connection's thread
+//! runs this.
 
 use std::{
     io,
@@ -25,11 +26,12 @@ use crate::{
     step::{Admission, Ticket, Work},
 };
 
-/// Most bytes that a lock of a rank's buffer covers (20 microseconds) or a call reads from a socket (50 microseconds).
-/// Their checksum is then taken while they are in the core's L2 cache.
+/// Most bytes under one lock of a rank's buffer (20 us), or read from a socket by one call (50 us). They still lie in
+/// L2 when their checksum is taken.
 const LOCKED_BYTES: usize = 256 * 1024;
 
-/// A chunk's share of its rank's buffer while its payload arrives. Dropped unfinished, it stores nothing.
+/// Access to a chunk's part of its rank's buffer while the payload arrives. An unfinished value that is dropped stores
+/// nothing.
 pub struct Writing {
     job: Arc<Job>,
     ticket: Ticket,
@@ -49,7 +51,7 @@ impl Writing {
     /// Appends a slice of the payload.
     ///
     /// # Errors
-    /// `Invalid` if it is more than was announced; nothing of it is written.
+    /// `Invalid` if the slice exceeds the announced length; none of its bytes are written.
     pub fn write(&mut self, slice: &[u8]) -> Result<(), Fault> {
         let _stage = self.stage();
         if slice.len() > self.left.len() {
@@ -66,11 +68,11 @@ impl Writing {
         Ok(())
     }
 
-    /// Reads the next bytes of the payload to their place, at most `most` of them, with one call of `read`.
-    /// Their checksum is taken while they are in cache.
+    /// Reads at most `most` next bytes of the payload to their place, with one call of `read`. Their checksum is taken
+    /// in cache.
     ///
     /// # Errors
-    /// Returns the error of `read`: then nothing has arrived.
+    /// The error of `read`; no byte has arrived then.
     pub fn read_from(
         &mut self,
         most: usize,
@@ -84,8 +86,8 @@ impl Writing {
         })
     }
 
-    /// Copies the whole payload. `fetch(from, target)` fills `target` with the payload's bytes from byte
-    /// `from` on. The checksum is the copy's, whatever becomes of the original meanwhile.
+    /// Copies the whole payload. `fetch(from, target)` fills `target` with the payload's bytes from byte `from` on. The
+    /// checksum is of the copy, since the sender may change the original.
     pub fn fetch(&mut self, fetch: &mut dyn FnMut(usize, &mut [u8])) {
         let _stage = self.stage();
         let mut from = 0;
@@ -102,9 +104,8 @@ impl Writing {
         }
     }
 
-    /// Calls `fill` with the memory of the next bytes, at most `most`. `fill` writes them and returns their
-    /// number. Then takes the statistics of the blocks that those bytes complete. Contributions that are
-    /// summed need none: their sum's statistics are taken.
+    /// Calls `fill` with the memory of at most `most` next bytes, which `fill` writes and counts. Then takes the
+    /// statistics of the blocks that those bytes complete. Contributions that are summed need none.
     fn fill(
         &mut self,
         most: usize,
@@ -126,8 +127,7 @@ impl Writing {
             }
             count
         } else {
-            // Two connections may bring chunks of one buffer, so neither locks it for longer than one part
-            // takes.
+            // Two connections may bring chunks of one buffer, so each locks it for one part at a time.
             let mut contribution = lock(job.gradients.contribution(owned, slot, contributor));
             // Admission checked that the chunk lies inside the shard.
             let count = fill(&mut contribution.own()[start..end], &mut self.sum)?;
@@ -146,10 +146,10 @@ impl Writing {
         debug_span!(target: "stage", "receive", rank, shard, step).entered()
     }
 
-    /// Uses a lent payload where it lies, or copies it if the tier must keep it.
+    /// Uses a lent payload in place, or copies it if the tier must keep it.
     ///
     /// # Errors
-    /// `Invalid` unless it is as long as was announced, and aligned, and padding is 0.
+    /// `Invalid` unless the payload is aligned and as long as announced, with padding of 0.
     pub fn lend(&mut self, lent: Arc<dyn Lent>) -> Result<(), Fault> {
         let Ticket { owned, slot, contributor, .. } = self.ticket;
         let bytes = lent.bytes();
@@ -169,12 +169,12 @@ impl Writing {
         Ok(())
     }
 
-    /// Counts the chunk, if all of it came and matches its checksum. A chunk for the drives counts only once
-    /// it is there and has been [collected](Job::collect).
+    /// Counts the chunk, if the payload is whole and matches its checksum. A chunk for the drives counts once it was
+    /// written and [collected](Job::collect).
     ///
     /// # Errors
-    /// `Invalid` for a short payload and for padding that is not 0, `Corrupt` for a damaged one: then nothing
-    /// was stored.
+    /// `Invalid` for a short payload and for padding that is not 0, `Corrupt` for a damaged payload. No byte is stored
+    /// then.
     pub fn finish(mut self) -> Result<Option<Work>, Fault> {
         self.job.protocol.check_alive()?;
         if !self.left.is_empty() {
@@ -253,7 +253,7 @@ pub fn check_sum(claimed: u32, found: u32) -> Result<(), Fault> {
 }
 
 impl Job {
-    /// Decides on a chunk whose payload is about to come, by the chunk's other fields.
+    /// Admits a chunk by its header, before its payload arrives.
     pub fn admit(self: &Arc<Self>, chunk: &ContributionChunk) -> Result<Admission<Writing>, Fault> {
         self.protocol.check_alive()?;
         let admission = self.protocol.machine().admit(chunk)?;
@@ -262,7 +262,7 @@ impl Job {
             self.protocol.notify();
         }
         Ok(admission.and_then(|ticket| {
-            // The machine refuses a chunk that is not in the shard, or that does not have its length.
+            // The machine has refused chunks outside the shard, and chunks of a wrong length.
             let start = if chunk.lent { 0 } else { chunk.chunk.0 as usize * CHUNK_BYTES };
             let mut staged = None;
             if let Some(spilled) = self.gradients.spilled.as_ref().filter(|_| !chunk.lent) {
@@ -277,11 +277,11 @@ impl Job {
         }))
     }
 
-    /// Counts a chunk that has reached the drives, if there is one. The compute thread calls this, like
-    /// [`Job::perform`].
+    /// Counts a chunk whose write to the drives has ended, if there is one. Called by the compute thread, as
+    /// [`Job::perform`] is.
     ///
     /// # Errors
-    /// The drives' error: then the job cannot go on from this server.
+    /// The drives' error, which ends the job on this server.
     pub fn collect(&self) -> Result<Option<Work>, Fault> {
         let collected = self.gradients.collect().map_err(|fault| self.protocol.fail(fault))?;
         let Some(ticket) = collected else { return Ok(None) };

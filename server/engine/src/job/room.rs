@@ -1,5 +1,5 @@
-//! Room of a server for further shards of a job: in its memory and, in a tmpfs or on drives, in their space. Rank 0 and
-//! `longshore scale` ask for it before they plan moves. Callers' threads may wait for a file system.
+//! Room of a server for further shards of a job, in memory and in the file systems of its tier. Rank 0 and `longshore
+//! scale` ask for it before they plan moves. The caller's thread may wait for a file system.
 
 use std::cmp::Reverse;
 
@@ -13,7 +13,7 @@ use crate::{
     tier::{self, Storage},
 };
 
-/// Returns the number of shards for which a server without the job has room, whichever they are. `memory` is free there.
+/// Returns the number of shards that fit a server without the job, counted in the largest. `memory` is free there.
 pub fn room(spec: &JobSpec, layout: &Layout, storage: &Storage, memory: u64) -> usize {
     let need = |shards: &[ShardId]| Need::of(spec, layout, shards, storage);
     let mut shards: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
@@ -33,8 +33,8 @@ fn by_bytes(need: &Need) -> Reverse<(u64, u64)> {
 }
 
 impl Job {
-    /// Returns the number of shards for which this server has room beside those that it holds, whichever they are.
-    /// Memory and space of an earlier plan that came to nothing count as free.
+    /// Returns the number of further shards that fit this server, counted in the largest. Memory and space of an
+    /// abandoned plan count as free.
     pub fn room(&self, storage: &Storage) -> usize {
         let spec = &self.share.spec;
         let (mut memory, mut space) = (self.reservation.budget().free(), tier::free_space(spec, storage));

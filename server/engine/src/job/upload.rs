@@ -1,4 +1,4 @@
-//! A job's first state as rank 0 uploads it: weights alone, or weights with the state of their optimizer.
+//! A job's first state as rank 0 uploads it: weights alone, or weights with optimizer state. Rank 0's calls run this.
 
 use longshore_proto::{
     ChunkId, Dtype, Fault, FaultKind, Incarnation, LeftOut, ShardId, StateArray, Version,
@@ -166,8 +166,7 @@ impl Job {
     }
 }
 
-/// Checks that a chunk belongs to the same state as the chunks before it. A job started from parts of two
-/// states would be neither.
+/// Checks that a chunk belongs to the same state as the chunks before it.
 fn check_same_upload(load: &Load, uploaded: &Uploaded) -> Result<(), Fault> {
     let Some(earlier) = load.uploaded.as_ref().filter(|earlier| *earlier != uploaded) else { return Ok(()) };
     let applied = |uploaded: &Uploaded| match uploaded {

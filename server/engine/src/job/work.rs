@@ -1,5 +1,5 @@
-//! The work of the compute thread: sums of contributions, and updates of shards. An update passes over each block
-//! once: it unscales, clips, applies the rule and writes the image.
+//! The work of the compute thread: sums of contributions, and updates of shards. An update passes over each block once:
+//! unscale, clip, apply the rule, write the image.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -24,20 +24,19 @@ use crate::{
     tier::{Guard, Guarded, StateMut, Turn},
 };
 
-/// An update group that begins at shard `first` has `1 + first / AHEAD` shards. A group's images become
-/// readable together, so most of them are late. No worker waits for a late image while the update leads the
-/// worker's forward by a group: forward reads shards in the same order. The lead grows with every shard. If
-/// forward takes a seventh longer than the update, the lead at shard `first` is `first / 8` shards, and a
-/// group may have that many.
+/// An update group that begins at shard `first` has `1 + first / AHEAD` shards. A group's images become readable
+/// together, so most of them are late. Forward reads shards in the same order, so no worker waits while the update
+/// leads forward by a group. If forward takes a seventh longer than the update, the lead at shard `first` is `first /
+/// 8` shards.
 ///
-/// A GPU's forward is often faster than the update, and waits for each group. Forward's work after the last
-/// group is exposed, so groups shrink again. A group with `rest` shards behind it has at most `1 + rest / AHEAD`.
+/// A GPU's forward is often faster than the update, and waits for each group. Forward's work after the last group is
+/// exposed time, so groups shrink again: with `rest` shards behind it, a group has at most `1 + rest / AHEAD`.
 const AHEAD: usize = 8;
 
 /// A block's part of all arrays that an update touches.
 struct Block<'a> {
     id: BlockId,
-    /// Its index inside its shard.
+    /// The block's index in its shard.
     index: usize,
     gradient: Gradient<'a>,
     state: StateMut<'a>,
@@ -46,8 +45,7 @@ struct Block<'a> {
 }
 
 impl Job {
-    /// Performs the oldest of these works. If it is a sum, several sums right behind it are performed with
-    /// it. A further work that it asks for is put at the end.
+    /// Performs the oldest work; of sums, several in a row. Work that follows from it goes to the end of the queue.
     pub fn perform(&self, works: &mut VecDeque<Work>) -> Result<(), Fault> {
         self.protocol.check_alive()?;
         let _standard = Standard::enter();
@@ -57,8 +55,8 @@ impl Job {
             _ => self.sum(&sums).map(|()| Vec::new()),
         };
         works.extend(next.map_err(|fault| self.protocol.fail(fault))?);
-        // Waiting threads are woken once the next work has begun, if it begins soon. A work that may first
-        // wait for drives or for a snapshot does not begin soon.
+        // Waiting threads are woken once the next work has begun. If that may wait for drives or a snapshot, they are
+        // woken now.
         let soon = !works.is_empty() && self.tier.behind.is_none() && self.snapshots.len() == 0;
         if self.protocol.owe(soon) || !soon {
             self.protocol.notify();
@@ -224,8 +222,8 @@ impl Job {
         blocks.collect()
     }
 
-    /// Updates one block, cut where the constants change. A left-out parameter keeps its state, and its image
-    /// is its master weights rounded. No step of it is expected, so nothing corrects for a delay.
+    /// Updates one block, cut where the constants change. A left-out parameter keeps its state, and its image is its
+    /// rounded master weights. No look-ahead applies, since no step of it is expected.
     fn update_block(&self, block: &mut Block<'_>, constants: &Constants, applied: u64) {
         if !self.share.spec.formats.is_fp32() {
             return self.update_low_block(block, constants, applied);
@@ -242,8 +240,8 @@ impl Job {
         }
     }
 
-    /// Updates one block whose state has fewer bits. Its kernels take whole blocks, so the state of left-out
-    /// parameters is saved meanwhile.
+    /// Updates one block whose state has fewer bits. The kernels take whole blocks, so the state of left-out parameters
+    /// is saved meanwhile.
     fn update_low_block(&self, block: &mut Block<'_>, constants: &Constants, applied: u64) {
         let Block { id, gradient, state, image, .. } = block;
         let isa = self.compute.isa();
@@ -264,8 +262,8 @@ impl Job {
 pub(super) struct Constants {
     /// By param group.
     groups: Vec<Scalars>,
-    /// The t of each parameter's update, or None if this step leaves it out. Parameters that no step has left
-    /// out are absent.
+    /// The t of each parameter's update, or None if this step leaves it out. Parameters that were never left out are
+    /// absent.
     own: BTreeMap<usize, Option<u64>>,
     /// By param group and t, for those parameters.
     by_t: BTreeMap<(usize, u64), Scalars>,

@@ -1,5 +1,4 @@
-//! Contribution of a rank: its gradient of a shard, copied into the job's memory, lent by its sender, or on
-//! the drives.
+//! Contribution of a rank to a shard: copied into the job's memory, lent by its sender, or on the drives.
 
 use std::{ops::Range, sync::Arc};
 
@@ -14,19 +13,18 @@ use crate::{
 /// The alignment at which vector loads do not cross cache lines.
 pub(in crate::job) const LENT_ALIGNMENT: usize = 64;
 
-/// Memory of a sender, who promises to leave it unchanged until the step's update is done. A sender that
-/// breaks the promise spoils the weights of its own job, as it could with any gradient. Nothing else suffers:
-/// no code here relies on reading the same value twice.
+/// Memory of a sender, unchanged until the step's update is done. A sender that changes it spoils only its own job's
+/// weights, as any wrong gradient would. No code relies on reading the same value twice.
 pub trait Lent: Send + Sync {
     fn bytes(&self) -> Source<'_, u8>;
 }
 
-/// Gradient of a shard from one rank for one micro-step. Its bytes are in the wire's format.
+/// Gradient of a shard from one rank for one micro-step, in the wire's format.
 pub(in crate::job) struct Contribution {
     region: Region,
     lent: Option<Arc<dyn Lent>>,
-    /// Statistics of blocks that were copied here, taken during the copy where a step needs them. A block being copied
-    /// still has an earlier step's statistics. So statistics count only once the contribution is complete.
+    /// Statistics of copied blocks, taken during the copy. A block being copied still has an earlier step's statistics,
+    /// so they count only once the contribution is complete.
     statistics: Vec<Option<Statistics>>,
     /// The checksums of the chunks that went to the drives.
     sums: Vec<u32>,
@@ -58,8 +56,8 @@ impl Contribution {
         self.region.bytes_mut()
     }
 
-    /// Takes the statistics of the blocks that end in `copied`: these bytes were just copied and are still in
-    /// cache. To read the whole gradient from memory later would cost a tenth of receiving it over loopback.
+    /// Takes the statistics of the blocks that end in `copied`, whose bytes are still in cache. A later pass over the
+    /// whole gradient would cost a tenth of receiving it over loopback.
     pub(in crate::job) fn take_statistics(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
         let blocks = self.region.bytes().len() / (BLOCK * dtype.bytes() as usize);
         self.statistics.resize(blocks, None);
@@ -116,7 +114,7 @@ impl Contribution {
         lent.bytes().copy_to(self.own());
     }
 
-    /// Releases the sender's memory: the gradient was summed, used by an update, or is not wanted.
+    /// Releases the sender's memory.
     pub(super) fn give_back(&mut self) {
         self.lent = None;
     }
@@ -143,8 +141,8 @@ pub(in crate::job) fn statistics_within(
     })
 }
 
-/// Adds one gradient of a block to the block's sum. The `first` gradient replaces the sum, and is never the
-/// last one too. Returns the statistics of the new sum if `checked`.
+/// Adds one gradient of a block to the block's sum. The `first` gradient replaces the sum, and is never the last.
+/// Returns the statistics of the new sum if `checked`.
 pub(super) fn add(isa: Isa, part: Gradient<'_>, sum: &mut [f32], first: bool, checked: bool) -> Statistics {
     match (first, checked) {
         (true, _) => widen(isa, part, sum),

@@ -1,4 +1,5 @@
-//! A job's gradients: contributions, their sums and their statistics, whether in DRAM, lent, or on drives.
+//! A job's gradients: contributions, sums and statistics, in DRAM, lent, or on drives. Calls write contributions on
+//! their own threads; the compute thread forms sums.
 
 mod contribution;
 pub(super) mod spilled;
@@ -40,8 +41,7 @@ pub struct Gradients {
 pub(super) struct ShardGradients {
     /// By slot, then by contributor.
     pub(super) contributions: Vec<Vec<Mutex<Contribution>>>,
-    /// The sum, in fp32. None if the shard has one contribution in a step: updates then read the
-    /// contribution.
+    /// The sum, in fp32. None if a step has a single contribution, which updates then read.
     pub(super) accumulators: Vec<Option<Mutex<Region>>>,
     /// The gradient statistics of each block, once the step is complete.
     pub(super) statistics: Vec<Mutex<Vec<Statistics>>>,
@@ -124,7 +124,7 @@ impl Gradients {
         sums.try_for_each(|sum| lock(sum).reserve()).map_err(exhausted)
     }
 
-    /// Frees the memory and space of a shard's gradients, which another server takes from now on.
+    /// Frees the memory and space of a shard's gradients. Another server takes them from now on.
     pub(super) fn release(&self, owned: OwnedShard) {
         self.spilled.iter().for_each(|spilled| spilled.files().release(owned));
         let Some(shard) = self.shards.get(owned.index()) else { return };

@@ -1,5 +1,5 @@
-//! Gradients that live on drives. A chunk is received into a buffer, and goes to the drives as soon as it is
-//! whole. Sums are formed a shard at a time. While a shard is updated, the next shard's gradient is read.
+//! Gradients that live on drives. A chunk is received into a buffer, and written to the drives once it is whole. The
+//! compute thread forms sums a shard at a time. While a shard is updated, the next shard's gradient is read.
 
 use std::{
     collections::VecDeque,
@@ -27,8 +27,8 @@ use crate::{
     tier::{GradientId, GradientStore, Kind, Transfer},
 };
 
-/// Most chunks that are being written to the drives, beside one that each connection may be receiving. With
-/// four for each drive, four drives are near their full speed.
+/// Most chunks in writing to the drives. Each connection may be receiving one more. With four for each drive, four
+/// drives are near their full speed.
 const ON_THEIR_WAY: usize = 16;
 
 /// Number of whole gradients in DRAM for updates: one in use and one prefetched.
@@ -58,7 +58,7 @@ pub(in crate::job) struct Staged {
     pub(in crate::job) statistics: Vec<(usize, Statistics)>,
 }
 
-/// A chunk that has reached the drives, or failed to.
+/// A chunk whose write has ended.
 struct Arrived {
     ticket: Ticket,
     crc32: u32,
@@ -294,7 +294,8 @@ impl Gradients {
         )))
     }
 
-    /// Reads the gradient of a shard's update, if it is on the drives. Then starts to read that of the `next` update.
+    /// Reads the gradient of a shard's update, if it is on the drives. Then starts to read the `next` update's
+    /// gradient.
     pub(in crate::job) fn fetch_gradient(
         &self,
         owned: OwnedShard,

@@ -1,5 +1,5 @@
-//! Sums of contributions. Also gradient statistics of a sum or of a lone contribution, and parameters without a
-//! gradient from any rank.
+//! Sums of contributions, on the compute thread. Also gradient statistics, and parameters without a gradient from any
+//! rank.
 
 use std::collections::VecDeque;
 
@@ -13,9 +13,8 @@ use crate::{
     step::{Sum, Work},
 };
 
-/// Most sums that are formed together. Formed one by one they lose a fifth of their time, while threads wait
-/// for each other and wake others. The loss is 0.08 ms a shard, beside 0.28 ms of work for a lone gradient on
-/// two cores.
+/// Most sums that are formed together. One by one, threads wait for each other 0.08 ms a shard, beside 0.28 ms of work
+/// for a lone gradient on two cores.
 const SUMS_AT_ONCE: usize = 8;
 
 /// A block of a sum, and the whole gradients whose blocks are added to it.
@@ -47,8 +46,8 @@ pub(in crate::job) fn take_sums(works: &mut VecDeque<Work>) -> Vec<Sum> {
     sums
 }
 
-/// Returns true if an element is -0. A sum is -0 only if every addend is -0. So the first element of a
-/// parameter's gradient shows that no rank had one: workers send +0 there in a real gradient.
+/// Returns true if an element is -0. A sum is -0 only if every addend is. Workers send +0 as the first element of a
+/// real gradient, so -0 there shows that no rank had a gradient.
 fn is_nothing(isa: Isa, gradient: Gradient<'_>, element: usize) -> bool {
     let mut value = [0.0];
     widen(isa, gradient.slice(element..element + 1), &mut value);
@@ -56,8 +55,8 @@ fn is_nothing(isa: Isa, gradient: Gradient<'_>, element: usize) -> bool {
 }
 
 impl Gradients {
-    /// Forms these sums, or only takes the statistics of lone gradients. Returns the statistics of each sum's
-    /// blocks. If the update threads take part, the calling thread runs `meanwhile` while they begin.
+    /// Forms these sums, or takes the statistics of lone gradients. Returns the statistics of each sum's blocks. If
+    /// update threads take part, the calling thread runs `meanwhile` while they begin.
     pub(in crate::job) fn form(
         &self,
         sums: &[Sum],
@@ -166,7 +165,7 @@ impl Gradients {
         });
         let block = |part: Part<'_>| {
             let Part { block, sum, ranks, first, checked } = part;
-            // All ranks of a block come before the next block, so that the 256 KiB sum stays in cache.
+            // All ranks' parts of a block are added before the next block, so that its 256 KiB sum stays in cache.
             let range = block * BLOCK..block * BLOCK + sum.len();
             let mut taken = Statistics::NONE;
             for (rank, whole) in ranks.iter().enumerate() {

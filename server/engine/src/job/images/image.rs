@@ -1,7 +1,7 @@
 //! Image of a shard: its 16-bit weights at one version, the version stamp beside them, and their checksums.
 //!
-//! The image window keeps the newest images in DRAM where images live on drives. Workers pull shard after
-//! shard behind the update, so the window still has most of the images they ask for.
+//! Where images live on drives, the image window keeps the newest ones in DRAM. Workers pull shard after shard behind
+//! the update, so the window still has most of the images that they ask for.
 
 use std::{
     ops::Range,
@@ -22,21 +22,19 @@ use crate::{
     tier::Storage,
 };
 
-/// The 16-bit (or fp32) weights of a shard, and their version. The version is None while nothing valid is
-/// there.
+/// The 16-bit (or fp32) weights of a shard, and their version. The version is None while the bytes are not valid.
 ///
-/// Readers in other processes cannot be locked out. So a version stamp lies beside each image: 1 + its
-/// version, or 0 while it is being written. Bytes read between two looks at the right stamp were of that
-/// version.
+/// A lock cannot keep readers in other processes out. A version stamp lies beside each image: 1 + its version, or 0
+/// during a write. Bytes are valid if the stamp is right both before and after they were read.
 pub(in crate::job) struct Image {
-    /// The index of its shard among the owned ones.
+    /// The shard whose image this is.
     owned: OwnedShard,
     version: Option<Version>,
     region: Region,
     stamps: Arc<AtomicWords>,
     stamp: usize,
-    /// The checksum of each chunk, with [`KNOWN`] set, once a pull has asked for it, and 0 until then. All
-    /// ranks pull the same chunks, so the checksums are shared.
+    /// The checksum of each chunk, with [`KNOWN`] set, once a pull has asked for it; 0 until then. All ranks pull the
+    /// same chunks, so they share checksums.
     sums: Vec<AtomicU64>,
 }
 
@@ -55,8 +53,8 @@ impl Image {
         Image { owned, version: None, region, stamps, stamp, sums }
     }
 
-    /// Returns the checksum of some bytes. Computing it takes most of the time that sending them takes. So
-    /// the checksum of a whole chunk is kept.
+    /// Returns the checksum of some bytes. A checksum takes almost as long as sending the bytes, so that of a whole
+    /// chunk is kept.
     pub(in crate::job) fn checksum(&self, within: Range<usize>) -> u32 {
         let sum = || crc32(&self.bytes()[within.clone()]);
         let chunk = within.start / CHUNK_BYTES;
@@ -90,8 +88,8 @@ impl Image {
         self.region.share(within)
     }
 
-    /// Returns the memory to write another version to, and withdraws the old version first. No reader then
-    /// takes a half-written image for the old version.
+    /// Withdraws the old version, and returns its memory for another one. No reader then takes a half-written image for
+    /// the old version.
     pub(in crate::job) fn overwrite(&mut self) -> &mut Region {
         self.set(None);
         &mut self.region
@@ -155,8 +153,7 @@ impl Size {
     }
 }
 
-/// Returns the DRAM that a job's images take if they live on drives. The window counts. In a delayed job, two images
-/// for a checkpoint's copies count too.
+/// Returns the DRAM that images on drives take: the window, and in a delayed job two images for a checkpoint's copies.
 pub(in crate::job) fn window_need(spec: &JobSpec, layout: &Layout, storage: &Storage) -> u64 {
     let Size { count, bytes } = Size::of(spec, layout, storage);
     let aside = if spec.max_delay > 0 { 2 } else { 0 };
@@ -180,7 +177,7 @@ impl Window {
         Ok(Window { images: regions.into_iter().enumerate().map(image).collect(), next: AtomicUsize::new(0) })
     }
 
-    /// Returns an image if the window has it. An image that is being written is skipped: nobody asks for a
+    /// Returns an image if the window has it. An image that is being written is skipped, since no caller asks for a
     /// version before it is whole.
     pub(super) fn find(&self, owned: OwnedShard, version: Version) -> Option<RwLockReadGuard<'_, Image>> {
         let mut images = self.images.iter().filter_map(|image| image.try_read().ok());

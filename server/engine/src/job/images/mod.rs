@@ -1,4 +1,5 @@
-//! A job's images: the place of each, in DRAM or with the tier, and the place in which the next is made.
+//! A job's images: the place of each, in DRAM or with the tier, and the place for the next one. The compute thread
+//! makes images; pulls read them on their own threads.
 
 mod image;
 
@@ -21,8 +22,8 @@ use crate::{
 /// The images of the owned shards. Each has a lock of its own.
 pub struct Images {
     share: Arc<Share>,
-    /// Images by owned shard, then by version parity. Empty in a job whose images live on drives, and for
-    /// frozen shards, whose weights the tier keeps.
+    /// Images by owned shard, then by version parity. Empty where images live on drives, and for frozen shards, whose
+    /// weights the tier keeps.
     shards: Vec<[RwLock<Image>; 2]>,
     /// Present in a job whose images live on drives.
     window: Option<Window>,
@@ -64,8 +65,7 @@ impl Images {
         self.share.elements(owned) * self.share.spec.image_dtype.bytes() as usize
     }
 
-    /// Returns the place in which to make a shard's image of a version. The place may be longer than the
-    /// image.
+    /// Returns the place for a shard's image of a version, which may be longer than the image.
     pub(super) fn to_make(&self, owned: OwnedShard, version: Version) -> RwLockWriteGuard<'_, Image> {
         match &self.window {
             Some(window) => window.take(owned),
@@ -181,8 +181,8 @@ impl Images {
         Ok(())
     }
 
-    /// Takes bytes of an image that another server sends with a shard's `version`, the tier's current one. The bytes
-    /// are whole blocks.
+    /// Takes bytes of an image that another server sends with a shard's `version`, the tier's current one. Whole blocks
+    /// only.
     pub(super) fn receive(
         &self,
         (owned, version, age): (OwnedShard, Version, ImageAge),
@@ -210,7 +210,7 @@ impl Images {
         if let Some(stored) = &self.stored {
             let (owned, bytes) = (image.owned(), &image.bytes()[..self.len(image.owned())]);
             stored.store(owned, age, 0, bytes)?;
-            // A recovery compares both images with their checksums. Ranks of an exact job read the newest alone.
+            // A recovery compares both images with their checksums, though ranks of an exact job read only the newest.
             if self.share.spec.max_delay == 0 && version.0 > 0 {
                 stored.store(owned, ImageAge::Older, 0, bytes)?;
             }
@@ -219,8 +219,8 @@ impl Images {
         Ok(())
     }
 
-    /// Notes which of a shard's images in memory are valid after the tier has recovered them. The image of
-    /// the shard's version is, and the older one is if it is whole.
+    /// Marks the images that the tier recovered as valid: the image of the shard's version, and the older one if it is
+    /// whole.
     pub(super) fn found(
         &self,
         owned: OwnedShard,

@@ -1,6 +1,6 @@
-//! The three kinds of snapshot. An export has one version's weights in the format that a reader wants, or all of
-//! its state. A state hash has the hash of each block, which also protects a checkpoint's bytes. A checkpoint has
-//! master weights and moments, and in a delayed job images.
+//! The three kinds of snapshot. An export has a version's weights in any element format, or its whole state. A state
+//! hash has the hash of each block, which also protects a checkpoint's bytes. A checkpoint has the state, and in a
+//! delayed job images.
 
 use std::{sync::Arc, time::Instant};
 
@@ -33,7 +33,7 @@ impl Exported {
         }
     }
 
-    /// The arrays of which a block's copy consists, one after the other. A frozen shard has only the first of them.
+    /// The arrays in a block's copy, one after the other. A frozen shard has only the first.
     pub fn arrays(self, job: &Job) -> &'static [StateArray] {
         match self {
             Exported::Weights(_) => &[StateArray::Master],
@@ -42,8 +42,7 @@ impl Exported {
     }
 }
 
-/// Layout of a block's copy: the arrays one after the other, then room for the older image, which may stay
-/// unfilled.
+/// Layout of a block's copy: the state's arrays, the image, then room for the older image, which may stay unfilled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
     state: [usize; 3],
@@ -60,7 +59,7 @@ pub struct CopiedBlock<'a> {
     /// Master weights, first and second moments.
     pub state: [&'a [u8]; 3],
     pub image: &'a [u8],
-    /// If the piece has no older image, these bytes mean nothing.
+    /// Undefined if the piece has no older image.
     pub older_image: &'a [u8],
 }
 
@@ -126,8 +125,8 @@ fn hash_state(block: StateRef<'_>) -> BlockHash {
 }
 
 impl Job {
-    /// Begins an export of every owned shard at a version, little-endian. Shards come in any order. The
-    /// version may be a future one; None means the current one.
+    /// Begins an export of every owned shard at a version, little-endian. Shards come in any order. A future version is
+    /// waited for; None means the current one.
     pub fn begin_export(
         self: &Arc<Self>,
         version: Option<Version>,
@@ -186,8 +185,8 @@ impl Job {
         self.compute.blocks(blocks, |block: &[u8]| *blake3::hash(block).as_bytes())
     }
 
-    /// Returns the block hashes of the current version, in block order, and that version. A snapshot computes
-    /// them: its copy of a block is the block's hash.
+    /// Returns the current version and its block hashes, in block order. A snapshot computes them, whose copy of a
+    /// block is the hash.
     pub fn state_hashes(
         self: &Arc<Self>,
         deadline: Instant,

@@ -1,4 +1,4 @@
-//! Snapshots: a version of all shards is copied while training goes on, for a checkpoint, an export or a state hash.
+//! Snapshots: a version of all shards, copied while training goes on, for a checkpoint, an export or a state hash.
 
 mod kinds;
 mod snapshot;
@@ -30,23 +30,23 @@ use crate::{
     step::{Machine, Progress},
 };
 
-/// Purpose of a snapshot: decides how many there may be at once, and how long updates wait for the reader.
+/// Purpose of a snapshot, which decides their number at once and the time that updates wait for the reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Purpose {
     /// A block's copy is its hash, so the update waits only for hashing, at the speed of memory.
     Hash,
-    /// Any client may read, at any speed, so training does not wait for the reader.
+    /// Any client may read, at any speed, so training barely waits.
     Export,
-    /// The job's owner wants the checkpoint, so training waits for the disk if no memory is left to copy to.
+    /// Training waits for the checkpoint's disk if no memory is left to copy to.
     Checkpoint,
 }
 
 /// Time that all updates together wait for one reader if no memory is left to copy to.
 const GRACE: Duration = Duration::from_millis(100);
-/// The same for a disk, which pauses longer than a socket while it writes back.
+/// The same for a disk, which pauses longer than a socket during write-back.
 const DISK_GRACE: Duration = Duration::from_millis(500);
-/// Bytes a second that a disk must take. Updates wait for a slower one no longer than its grace. A single
-/// spinning disk and a network of 1 Gbit/s are faster.
+/// Bytes a second that a disk must take; for slower disks, updates wait only the grace. A single spinning disk and a
+/// network of 1 Gbit/s are faster.
 const DISK_PACE: u64 = 64 * 1024 * 1024;
 
 impl Purpose {
@@ -91,7 +91,7 @@ impl Purpose {
     }
 }
 
-/// A job's running snapshots. Their lock is taken under the machine's, or alone.
+/// A job's running snapshots. The lock is taken under the machine's, or alone.
 #[derive(Default)]
 pub struct Snapshots {
     running: Mutex<Vec<Arc<Copying>>>,
@@ -129,8 +129,8 @@ impl Snapshots {
         lock(&self.running).retain(|other| !Arc::ptr_eq(other, copying));
     }
 
-    /// Tells the snapshots of the current version how it was decided, and which shards are this server's at that
-    /// version. Called under the machine's lock at every decision.
+    /// Gives the snapshots of the current version its decision, and its shards on this server. Called under the
+    /// machine's lock at every decision.
     pub(super) fn tell(&self, machine: &Machine) {
         for snapshot in lock(&self.running).iter().filter(|snapshot| snapshot.version == machine.version()) {
             let Progress { version, applied, last_commit: commit, .. } = machine.progress();
@@ -152,7 +152,7 @@ impl Snapshots {
 }
 
 impl Job {
-    /// Ends all snapshots, since the job is not served any more.
+    /// Ends all snapshots of a job that is no longer served.
     pub fn end_snapshots(&self, fault: &Fault) {
         let running = lock(&self.snapshots.running).clone();
         for snapshot in running {

@@ -1,10 +1,9 @@
 //! A snapshot: one consistent version of all shards, copied while training goes on.
 //!
-//! A snapshot of version V copies every block once, as the block is at V. The reader gets the copies. The snapshot's
-//! own thread walks the shards in forward order. The thread copies a few blocks, unlocks the shard, and only
-//! then hands the copies on. An update that is about to carry a shard beyond V first copies the rest of the
-//! shard. So updates wait for copies, which are made at the speed of memory. [`Staging`] bounds the time that
-//! they wait for the reader.
+//! A snapshot of version V copies every block once, at V. The snapshot's own thread walks the shards in forward order:
+//! it copies a few blocks, unlocks the shard, and then hands the copies to the reader. An update that would carry a
+//! shard beyond V first copies the rest of the shard. So updates wait for copies at the speed of memory; [`Staging`]
+//! bounds their wait for the reader.
 
 use std::{
     sync::{Arc, Mutex, OnceLock, Weak},
@@ -20,8 +19,8 @@ use super::{
 };
 use crate::{ids::OwnedShard, lock, step::Refusal, tier::StateRef};
 
-/// Number of slots that the walk fills at once. A tier on drives reads the whole shard each time. These 64
-/// MiB hold the state of a whole shard of default size.
+/// Number of slots that the walk fills at once: 64 MiB, the state of a shard of default size. A tier on drives reads
+/// the whole shard each time.
 const WALK_SLOTS: usize = 16;
 
 /// A shard as it is at the snapshot's version.
@@ -51,7 +50,7 @@ pub struct Snapshot {
     job: Weak<Job>,
 }
 
-/// Tells a thread that waits for a snapshot's reader whether the snapshot has ended, and why.
+/// Watch on a snapshot's end, for a thread that waits for the reader.
 pub struct Ended(Arc<Copying>);
 
 /// State that the snapshot's own thread shares with the updates.
@@ -59,21 +58,20 @@ pub(super) struct Copying {
     pub(super) version: Version,
     pub(super) purpose: Purpose,
     copy: Box<CopyBlock>,
-    /// All ranks had left before the request: another process may come and make the version.
+    /// All ranks had left before the request. A later process may still make the version.
     asked_after: bool,
-    /// Number of copied blocks, by owned shard. Its lock is held while more are being copied.
+    /// Number of copied blocks, by owned shard. The lock is held during copies.
     copied: Vec<Mutex<usize>>,
     pub(super) staging: Staging,
     /// Known once the version is decided.
     pub(super) info: Mutex<Option<SnapshotInfo>>,
-    /// By owned shard: true if the shard is this server's at the version. Known once the version is decided.
+    /// By owned shard: true if this server owns it at the version. Known once the version is decided.
     covered: OnceLock<Vec<bool>>,
 }
 
 impl Job {
-    /// Begins a snapshot of every owned shard at version `asked`. None means the current version. A future
-    /// version is waited for, so that several servers can snapshot the same one. `copy` makes `block_bytes`
-    /// bytes of each block.
+    /// Begins a snapshot of every owned shard at version `asked`; None means the current one. Several servers can name
+    /// one future version, which is waited for. `copy` makes `block_bytes` bytes of each block.
     pub(super) fn begin_snapshot(
         self: &Arc<Self>,
         asked: Option<Version>,
@@ -107,8 +105,8 @@ impl Job {
         Ok(Snapshot { copying, job: Arc::downgrade(self) })
     }
 
-    /// Hands the images of a version and of the version before to `with`, if they are `wanted`. An exact job
-    /// gives none, since its images follow from its state. A frozen shard's images are its state.
+    /// Hands the images of a version and of the version before to `with`, if `wanted`. An exact job gives none, since
+    /// its images follow from its state. A frozen shard's image is its state.
     fn with_images<R>(
         &self,
         wanted: bool,
@@ -135,8 +133,7 @@ impl Snapshot {
         self.copying.version
     }
 
-    /// Waits for the version, and returns the shards that the snapshot has, in forward order: those that are this server's
-    /// at that version.
+    /// Waits for the version, and returns the shards that this server owns then, in forward order.
     pub fn shards(&self, deadline: Instant) -> Result<Vec<ShardId>, Fault> {
         let job = self.job()?;
         job.wait_for_version(&self.copying, deadline)?;
@@ -300,7 +297,7 @@ impl Copying {
     /// Fills slots with the shard's next blocks. An error ends the snapshot.
     fn copy(&self, job: &Job, owned: OwnedShard, mut slots: Vec<Slot>) {
         let mut copied = lock(&self.copied[owned.index()]);
-        // This is checked under the lock, since updates do not wait for a snapshot that has ended.
+        // Checked under the lock, since updates do not wait for a snapshot that has ended.
         if self.staging.ended().is_some() {
             return;
         }

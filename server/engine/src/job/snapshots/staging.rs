@@ -1,8 +1,8 @@
-//! Staging: copies of blocks on their way from a job's state to a snapshot's reader, in bounded memory.
+//! Staging: bounded memory for copies of blocks between a job's state and a snapshot's reader.
 //!
-//! A snapshot has a few slots whatever the budget. Further copies of an update take memory of the server's
-//! budget, at most one copy of the version. The reader gives it back slot by slot. Without budget, the update
-//! waits for the reader as long as the snapshot's purpose allows, and then ends the snapshot.
+//! Every snapshot has a few slots. An update's further copies take memory of the server's budget, at most one copy of
+//! the version, until the reader is done with them. Without budget, the update waits for the reader as long as the
+//! purpose allows, and then ends the snapshot.
 
 use std::{
     collections::VecDeque,
@@ -23,7 +23,7 @@ use crate::{
 
 /// The size of a slot, unless the copies of the largest shard take less.
 const SLOT_BYTES: usize = 4 * 1024 * 1024;
-/// The longest wait before one side checks that the other still exists.
+/// The longest wait before one side checks that the other has not ended.
 const LOOK: Duration = Duration::from_millis(200);
 
 /// Some blocks of one shard as they were at the snapshot's version.
@@ -78,7 +78,7 @@ struct StagingState {
     queue: VecDeque<Piece>,
     /// Number of slots made outside the budget.
     own: usize,
-    /// Everything is copied, so slots are not needed again.
+    /// All blocks are copied, so slots are not needed again.
     complete: bool,
     ended: Option<Fault>,
     /// Time at which the first piece was there.
@@ -142,8 +142,8 @@ impl Staging {
         Ok(slots)
     }
 
-    /// Returns slots for the blocks that an update is about to change. Waits for at least one; returns none
-    /// only if the snapshot has ended.
+    /// Returns slots for the blocks that an update will change. Waits for at least one slot, unless the snapshot has
+    /// ended.
     pub(super) fn take_for_update(&self, wanted: usize) -> Vec<Slot> {
         let Ok(slots) = self.take(wanted) else { return Vec::new() };
         if !slots.is_empty() {
@@ -247,7 +247,7 @@ impl Staging {
         }
     }
 
-    /// Notes that everything is copied: from here on memory is given back as the reader takes the pieces.
+    /// All blocks are copied: from here on, memory is given back as the reader takes the pieces.
     pub(super) fn complete(&self) {
         let mut state = lock(&self.state);
         state.complete = true;
@@ -260,7 +260,7 @@ impl Staging {
         lock(&self.state).ended.clone()
     }
 
-    /// Ends the snapshot: nothing more is copied or delivered, and copies are freed. The first fault stays.
+    /// Ends the snapshot: copies end and are freed. The first fault stays.
     pub(super) fn end(&self, fault: Fault) -> Fault {
         let mut state = lock(&self.state);
         let first = state.ended.get_or_insert(fault).clone();
