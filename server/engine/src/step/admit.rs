@@ -1,5 +1,4 @@
-//! Admission of contributions: which chunk may be written where, and the work that follows once a chunk is
-//! stored.
+//! Admission of contributions: the slot of a chunk, and the work that follows once a chunk is stored.
 
 use longshore_proto::{ContributionChunk, Step};
 
@@ -120,8 +119,8 @@ impl Machine {
         self.unsettle();
     }
 
-    /// A [`Work::Sum`] is done. Returns true when that completes the shard's gradient of the step; `nonfinite` is
-    /// then its first element that is inf or NaN.
+    /// A [`Work::Sum`] is done. Returns true once the shard's gradient of the step is complete; `nonfinite` is then its
+    /// first element that is inf or NaN.
     pub fn summed(&mut self, owned: OwnedShard, slot: GradientSlot, nonfinite: Option<u64>) -> bool {
         self.shards[owned.index()].slots[slot.index()].summed(self.spec.micro_steps, nonfinite)
     }

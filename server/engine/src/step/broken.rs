@@ -1,7 +1,7 @@
-//! Shards whose state is broken: a bit has flipped in this server's memory. The job's compute thread finds it at the next
-//! update of the block. Rank 0's next decision then gives the shard to its other holder.
+//! Shards whose state is broken: a bit has flipped in this server's memory. The next update of the block finds it. Rank
+//! 0's next decision then gives the shard to its other holder.
 //!
-//! Until that decision counts, this server takes the shard's gradients as before. Its updates change nothing, and pulls
+//! Until that decision counts, this server takes the shard's gradients as before, and its updates change nothing. Pulls
 //! of later versions are refused, so that ranks ask the other holder.
 
 use longshore_proto::{BlockId, Handover, ShardId, Step};
@@ -14,8 +14,8 @@ use super::{
 use crate::ids::OwnedShard;
 
 impl Machine {
-    /// Notes a block of a shard that differs from its checksum. Returns true for the first one, and the refusal of the
-    /// shard's state. A shard that a decision has brought back meanwhile gets its state anew.
+    /// Marks a shard with a block that differs from its checksum as broken. Returns true for the first such block, and
+    /// the shard's refusal. A shard that was just moved back is not broken: its state is fetched anew.
     pub fn broke(&mut self, owned: OwnedShard, block: BlockId) -> (bool, Refusal) {
         let shard = &mut self.shards[owned.index()];
         let is_new = shard.broken.is_none() && !shard.awaited;
@@ -36,8 +36,8 @@ impl Machine {
         run.iter().copied().filter(|owned| self.shards[owned.index()].broken.is_none()).collect()
     }
 
-    /// Returns the refusal of a broken shard whose state is nowhere else, or awaited from here by another server. The
-    /// job cannot go on then.
+    /// Returns the refusal of a broken shard without another whole copy, which ends the job. A server that still
+    /// fetches it from here has no copy.
     pub fn irreparable(&self) -> Option<Refusal> {
         let mut broken = self.shards.iter().filter_map(|shard| Some((shard, shard.broken?)));
         let (shard, broken) = broken.find(|(shard, _)| self.is_last(shard))?;

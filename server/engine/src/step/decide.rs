@@ -23,8 +23,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Decides the next step. Returns the updates that can run by now. A repeated decision changes nothing. The caller
-    /// has validated the commit against the spec; `origin` names the contributions that the commit was made from.
+    /// Decides the next step, and returns the updates that can run. A repeated decision changes nothing. The caller has
+    /// validated the commit against the spec; `origin` names the contributions behind the commit.
     pub fn commit(
         &mut self,
         incarnation: Incarnation,
@@ -80,7 +80,7 @@ impl Machine {
         Ok(works)
     }
 
-    /// Checks that a decision was made from this server's contributions.
+    /// Checks that this server's contributions are the origin of a decision.
     pub fn check_origin(&self, step: Step, origin: Origin) -> Result<(), Refusal> {
         let trained = self.owned_at(step).filter(|shard| !shard.is_frozen());
         let found = trained.map(|shard| shard.origin(step)).reduce(Origin::and);
@@ -90,7 +90,7 @@ impl Machine {
         }
     }
 
-    /// Checks that a decision fits the gradient that it is about.
+    /// Checks that a decision fits its gradient.
     fn check_gradient(&self, commit: &Commit) -> Result<(), Refusal> {
         self.check_gradient_scale(commit)?;
         let step = commit.step;
@@ -129,7 +129,7 @@ impl Machine {
         {
             return Err(self.broken_at(shard.shard, broken.block));
         }
-        // A replica has the version that it fetched, and is the owner if that one is lost.
+        // A replica also has the version that it fetched, which it serves if the owner is lost.
         let is_fetched = self.spec.replicas > 1 && step.0 + 1 == shard.span.start && !shard.awaited;
         if !shard.span.contains(&step.0) && !is_fetched {
             // The decision that brings the shard here may not have come yet.

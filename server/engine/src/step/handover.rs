@@ -1,7 +1,7 @@
-//! Handovers: shards that this server owns from a step on, or up to a step, as commits say.
+//! Handovers: the steps at which this server owns a shard, as commits change them.
 //!
-//! The decision on step w names the owner of steps from w + 1 + `max_delay` on. The owner before keeps the last
-//! version that it made, and the new one fetches it. Until the state is there, the updates that need it are held back.
+//! The decision on step w names the owner of steps from w + 1 + `max_delay` on. The owner before keeps its last
+//! version, and the new owner fetches it. Updates that need the state are held back until it is there.
 
 use std::collections::BTreeSet;
 
@@ -20,13 +20,13 @@ use crate::{
     record::{Joined, Record, is_handed},
 };
 
-/// A shard whose state is on its way to this server.
+/// A shard whose state this server fetches from another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Awaited {
     pub shard: ShardId,
-    /// Version of the state that is to come.
+    /// Version of the fetched state.
     pub version: Version,
-    /// The server that has it, and its address.
+    /// The server with the state, and its address.
     pub source: ServerId,
     pub address: String,
     /// This server is the shard's replica: the owner waits until the state is here.
@@ -38,24 +38,24 @@ impl Machine {
         &self.placement
     }
 
-    /// Takes the address at which a server of the job answers now. Returns the one before, if that is another.
+    /// Takes the address at which a server of the job answers now. Returns the address before, if it differs.
     pub fn readdress(&mut self, server: ServerId, address: &str) -> Option<String> {
         let known = self.placement.servers.get_mut(server.0 as usize)?;
         let is_other = !known.is_empty() && !address.is_empty() && known != address;
         is_other.then(|| std::mem::replace(known, address.to_string()))
     }
 
-    /// The placement, if it is another one than that which this server was opened with.
+    /// The placement, if it changed since this server was opened.
     pub fn changed_placement(&self) -> Option<Placement> {
         self.has_moved.then(|| self.placement.clone())
     }
 
-    /// Returns true if this server has begun, or is about to begin, without shards, and never owned one.
+    /// Returns true if this server is loading, or owns a shard at no step.
     pub fn is_without_shards(&self) -> bool {
         self.phase == Phase::Loading || self.shards.iter().all(|shard| shard.span.is_empty())
     }
 
-    /// Returns true if an update waits for a shard that is on its way.
+    /// Returns true if an update waits for a shard that is being fetched.
     pub fn is_held(&self) -> bool {
         self.held.iter().any(|(owned, _)| self.shards[owned.index()].awaited)
     }
@@ -91,7 +91,7 @@ impl Machine {
     }
 
     /// Returns true if this server answers for a shard at a step: as its owner, or as the replica of an owner that is
-    /// given up until a decision names another.
+    /// given up.
     pub fn answers_for(&self, owned: OwnedShard, step: Step) -> bool {
         let owner = self.placement.owner_at(self.shards[owned.index()].shard, step);
         self.owns(owned, step) && (owner == self.server || self.lost.contains(&owner))
@@ -102,7 +102,7 @@ impl Machine {
         self.placement.members().filter(|member| !self.lost.contains(member))
     }
 
-    /// Returns true if this server has no step of a shard, neither before nor after.
+    /// Returns true if this server owns a shard at no step.
     pub fn is_unowned(&self, owned: OwnedShard) -> bool {
         self.shards[owned.index()].span.is_empty()
     }
@@ -160,7 +160,7 @@ impl Machine {
         let (placement, server) = (&self.placement, self.server);
         let named: BTreeSet<ShardId> =
             change.moves.iter().chain(&change.replicas).map(|(shard, _)| *shard).collect();
-        // The loss of a server changes any shard, and a move those that it names.
+        // The loss of a server changes any shard, and a move only the named ones.
         let changes = |of: &&mut ShardProgress| !change.lost.is_empty() || named.contains(&of.shard);
         let hands = |shard: ShardId, before: ServerId| {
             let is_it = |of: &Handover| (of.shard, of.from_step, of.before) == (shard, from, before);
@@ -181,13 +181,13 @@ impl Machine {
                 (false, true) => {
                     (shard.span, shard.awaited, shard.broken) = (from.0..u64::MAX, true, None);
                     shard.is_forsaken = false;
-                    // Gradients that came before the loss of a source had the shard dropped here are of no use.
+                    // Gradients from before the shard was dropped here, with a lost source, are of no use.
                     if self.spec.replicas > 1 && !shard.is_in_use() {
                         shard.slots.iter_mut().for_each(StepSlot::start_over);
                     }
                 }
                 (true, false) if hands(shard.shard, server) => shard.span.end = from.0,
-                // Its source is lost: another server has the shard, and no rank pushes to this one any more.
+                // The source is lost: another server has the shard, and no rank pushes to this server.
                 (true, false) => {
                     let has_made = !shard.awaited && shard.span.start <= step.0;
                     shard.span = if has_made { shard.span.start..step.0 + 1 } else { 0..1 };
@@ -203,9 +203,9 @@ impl Machine {
         }
     }
 
-    /// Takes another placement at the current version, from an operator's command in place of rank 0. The placement counts
-    /// from the next step on, and contributions to that step are dropped. Returns false while a chunk or an update is under
-    /// way, and while this server awaits a shard that the placement has as arrived.
+    /// Takes another placement at the current version, from an operator's command in place of rank 0. The placement
+    /// counts from the next step on, whose contributions are dropped. Returns false while a chunk or an update is in
+    /// progress. Also false while this server awaits a shard that arrived by that placement.
     pub fn place(
         &mut self,
         incarnation: Incarnation,
@@ -244,7 +244,7 @@ impl Machine {
         let next = version.0 + 1;
         for shard in &mut self.shards {
             match (is_held(shard), placement.holds(server, shard.shard), first(shard)) {
-                // All servers have taken the placement before, and every state that it moved has arrived.
+                // All servers have taken the placement before, and all states that it moved have arrived.
                 (true, true, None) => shard.span = 0..u64::MAX,
                 (true, true, Some(first)) if shard.awaited => shard.span.start = first,
                 (true, true, Some(_)) => {}
@@ -270,7 +270,7 @@ impl Machine {
         Ok(true)
     }
 
-    /// A new replica has the state that this server lends it. Returns the updates that waited for that.
+    /// A new replica has fetched this server's state. Returns the updates that waited for that.
     pub fn arrived(&mut self, owned: OwnedShard, version: Version) -> Vec<Work> {
         let lent = &mut self.shards[owned.index()].lent;
         if *lent != Some(version) {
@@ -287,8 +287,8 @@ impl Machine {
         self.release_held().collect()
     }
 
-    /// Ends the waits for lost servers, once others have each shard. Gradients of decided steps that wait for state from
-    /// there are given up: their slots take those of the next step, whose decision can name the loss.
+    /// Ends the waits for lost servers, once others have each shard. Gradients of decided steps that wait for state
+    /// from there are given up. Their slots then take the next step, whose decision can name the loss.
     pub(super) fn forsake(&mut self) {
         if self.lost.is_empty() || self.last_of(&self.lost).is_some() {
             return;
@@ -310,7 +310,7 @@ impl Machine {
         }
     }
 
-    /// Takes the placement of a recovered version. A shard whose state was on its way then is fetched again.
+    /// Takes the placement of a recovered version. A shard that was being fetched then is fetched again.
     pub(super) fn recover_placement(&mut self, placement: Placement) {
         for shard in &mut self.shards {
             shard.span = placement.span(self.server, shard.shard);
@@ -325,7 +325,7 @@ impl Machine {
         self.shards.iter().filter(|shard| shard.awaited).count()
     }
 
-    /// The shards whose state is on its way, those of the earliest version first: later versions need it.
+    /// The shards whose state is fetched, by version: later versions need the earlier ones.
     pub fn awaited(&self) -> Vec<Awaited> {
         let awaited = self.shards.iter().filter(|shard| shard.awaited && !shard.is_forsaken);
         let mut awaited: Vec<Awaited> = awaited.map(|shard| self.came(shard)).collect();
@@ -333,7 +333,7 @@ impl Machine {
         awaited
     }
 
-    /// The shards of which this server alone has too little: the state is on its way, or ranks still read the version
+    /// The shards that this server alone could not serve: the state is being fetched, or ranks still read the version
     /// before it.
     pub(super) fn unfinished(&self) -> impl Iterator<Item = Awaited> {
         let oldest = self.version.0.saturating_sub(self.spec.max_delay.into());
@@ -352,8 +352,8 @@ impl Machine {
         Awaited { shard: shard.shard, version, source, address, is_replica }
     }
 
-    /// Returns true if this version of a shard is on its way here. A decision may have taken the shard away since, and another
-    /// one brought it back with a later version.
+    /// Returns true if this version of a shard is being fetched. The shard may have moved away and back since, with a
+    /// later version.
     pub fn awaits(&self, owned: OwnedShard, version: Version) -> bool {
         let shard = &self.shards[owned.index()];
         shard.awaited && !shard.is_forsaken && shard.span.start == version.0 + 1
@@ -369,8 +369,8 @@ impl Machine {
         self.release_held().collect()
     }
 
-    /// Takes the held updates that can run by now, and those of shards that are taken away or given up: updates of later
-    /// shards follow them.
+    /// Takes the held updates that can run now. Those of shards that moved away or are given up go too, since updates
+    /// of later shards follow them.
     pub(super) fn release_held(&mut self) -> impl Iterator<Item = Work> {
         let shards = &self.shards;
         let held = self.held.extract_if(.., |(owned, step)| {
@@ -380,8 +380,9 @@ impl Machine {
         held.map(|(owned, step)| Work::Update { owned, step })
     }
 
-    /// Returns a frozen shard that `step` has to wait for: its state has been on the way for as many steps as a trained shard
-    /// has gradient slots. A frozen shard has no gradients to hold a step up, and its source frees the state some steps later.
+    /// Returns a frozen shard that `step` has to wait for. Its state has been fetched for as many steps as a trained
+    /// shard has gradient slots. No gradients of a frozen shard hold steps up, and its source frees the state some
+    /// steps later.
     pub fn lagging(&self, step: Step) -> Option<ShardId> {
         let slots = self.spec.gradient_slots() as u64;
         let lags = |shard: &&ShardProgress| {
@@ -408,7 +409,7 @@ impl Machine {
         }
     }
 
-    /// The shards that other servers own by now, and that no step in flight asks this server for.
+    /// The shards that other servers own, and that no step in flight reads here.
     pub fn handed(&self) -> Vec<OwnedShard> {
         OwnedShard::all(self.shards.len()).filter(|&owned| self.is_handed(owned)).collect()
     }
@@ -417,14 +418,14 @@ impl Machine {
         is_handed(&self.shards[owned.index()].span, self.version, self.spec.max_delay)
     }
 
-    /// Forgets a shard that was handed over: this server has nothing of it any more. Changes nothing and returns false
-    /// if the shard came back since, or a late chunk of it is being written.
+    /// Forgets a shard that was handed over. Changes nothing and returns false if the shard came back since, or a late
+    /// chunk is being written.
     pub fn forget(&mut self, owned: OwnedShard) -> bool {
         let is_handed = self.is_handed(owned) && !self.shards[owned.index()].is_in_use();
         if is_handed {
             let shard = &mut self.shards[owned.index()];
             (shard.span, shard.broken) = (NOT_OWNED, None);
-            // A shard that was not handed over, since its source was lost, has gradients that nothing uses.
+            // A shard with a lost source was never handed over, and has gradients that no update uses.
             shard.slots.iter_mut().for_each(StepSlot::start_over);
         }
         is_handed
@@ -439,9 +440,9 @@ impl Machine {
         Refusal::Elsewhere { shard, step, owner: self.placement.owner_at(shard, step) }
     }
 
-    /// Returns the first update of a step from shard `owned` on. Holds back those before it whose state is on its way: the
-    /// source may be lost, and ranks need the other shards to decide so. Holds all back where the step before is not done: a
-    /// server that owns other shards at step t + 1 can be ahead of step t.
+    /// Returns the first update of a step from shard `owned` on. Updates before it are held back if their state is
+    /// being fetched: the source may be lost, and ranks need the other shards to decide so. All are held back where the
+    /// step before is not done, since a server that owns other shards at step t + 1 can be ahead of step t.
     pub(super) fn next_update(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
         for owned in OwnedShard::all(self.shards.len()).skip(owned.index()) {
             let shard = &self.shards[owned.index()];
@@ -463,8 +464,7 @@ impl Machine {
         None
     }
 
-    /// Returns the update that takes the place of one that cannot run any more. None if another one made the version, and
-    /// those after it.
+    /// Returns the update in place of one that can no longer run. None if the version is made already.
     pub fn instead_of(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
         let is_made = self.shards[owned.index()].version >= step.version();
         if is_made { None } else { self.next_update(owned, step) }

@@ -1,9 +1,8 @@
 //! The state machine of one job on one server.
 //!
-//! Every method is an event; its return value says what the caller must do next. A refused event changes
-//! nothing. On a shard, the chunks of a step are admitted, written and stored. A [`Work::Sum`] follows for
-//! each micro-step. Once all shards are complete and the step is committed, [`Work::Update`]s follow one
-//! after the other in forward order.
+//! Every method is an event, and its return value is the caller's next work. A refused event changes nothing. A step's
+//! chunks are admitted, written and stored. A [`Work::Sum`] follows for each micro-step. Once all shards are complete
+//! and the step is committed, [`Work::Update`]s follow in forward order.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -26,7 +25,7 @@ use crate::{
 /// joins again needs only the last.
 pub(super) const COMMITS_KEPT: usize = 8;
 
-/// Steps at which this server owns a shard that it has a place for alone.
+/// Span of a shard that this server has a place for, and owns at no step.
 pub(super) const NOT_OWNED: Range<u64> = u64::MAX..u64::MAX;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -56,9 +55,9 @@ pub enum Admission<T> {
     New(T),
     /// The chunk is held already, with the same checksum.
     Duplicate,
-    /// The chunk is held already and was not compared: an earlier process sent it, or it was lent.
+    /// The chunk is held already, and was not compared: an earlier process sent it, or it was lent.
     Superseded,
-    /// The chunk's step is decided, and the chunk was compared with nothing.
+    /// The chunk's step is decided. The chunk was not compared.
     Decided,
     /// The chunk's buffer is not free yet. The caller should ask again once the job has moved.
     Busy,
@@ -98,14 +97,14 @@ pub struct Sum {
     pub micro_step: MicroStep,
 }
 
-/// A commit and Adam's t after it. Both are kept together: a delayed job may decide a step before every shard
-/// has the one before.
+/// A commit and Adam's t after it. A delayed job may decide a step before every shard has the version before, so each
+/// commit keeps its t.
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) commit: Commit,
     pub(super) applied: u64,
-    /// The loss scale that an operator gave for the steps after this one, when a pause ended. The commit does
-    /// not contain it, so that a late repeat still equals the commit.
+    /// The loss scale that an operator gave with the resume after this step. Apart from the commit, so that a late
+    /// repeat still equals the commit.
     pub(super) resumed_loss_scale: Option<f64>,
 }
 
@@ -114,8 +113,7 @@ impl Decided {
         Decided { commit, applied, resumed_loss_scale: None }
     }
 
-    /// Returns the commit from which a joining worker should go on. `resumed` means that the pause which came
-    /// with it has ended.
+    /// Returns the commit for a joining worker. `resumed` means that the commit's pause has ended.
     pub(super) fn current(&self, resumed: bool) -> Commit {
         let mut commit = Commit { loss_scale: self.loss_scale(), ..self.commit.clone() };
         if resumed {
@@ -133,12 +131,12 @@ impl Decided {
 #[derive(Clone, Debug, Default)]
 pub(super) struct RankState {
     pub(super) incarnation: Option<Incarnation>,
-    /// The process has only fenced earlier ones, and has not joined yet.
+    /// The process has fenced earlier ones, and has yet to join.
     pub(super) fence_only: bool,
     /// The placement has changed between two steps after this process joined. The rank joins with another incarnation.
     pub(super) is_outdated: bool,
     pub(super) left: bool,
-    /// The version at which it joined or fenced.
+    /// The version at which the process joined or fenced.
     pub(super) joined_at: Version,
     pub(super) last_step: Step,
 }
@@ -149,10 +147,10 @@ pub struct Machine {
     pub(super) phase: Phase,
     pub(super) version: Version,
     pub(super) applied: u64,
-    /// Parameters without state in the checkpoint that filled the job, until the first commit lists them.
+    /// Parameters with fewer updates in the state that filled the job, until the first commit lists them.
     pub(super) left_out: Vec<LeftOut>,
     pub(super) commits: VecDeque<Decided>,
-    /// By rank, for as many as may take part.
+    /// By rank, up to the spec's world size.
     pub(super) ranks: Vec<RankState>,
     /// Number of ranks that take part in undecided steps, as rank 0 said when it joined.
     pub(super) world_size: u32,
@@ -162,7 +160,7 @@ pub struct Machine {
     pub(super) server: ServerId,
     /// The placement as of the newest decision.
     pub(super) placement: Placement,
-    /// The placement is another one than that which this server was opened with.
+    /// The placement changed since this server was opened.
     pub(super) has_moved: bool,
     /// The placement changed after the version was decided, and rank 0 has not joined since. Other ranks wait for rank 0.
     pub(super) is_placed: bool,
@@ -172,12 +170,11 @@ pub struct Machine {
     pub(super) held: Vec<(OwnedShard, Step)>,
     /// The last pause or resume since the version was decided.
     pub(super) standing: Option<Standing>,
-    /// The loss scale of each undecided step to which this server holds any contribution. Every shard has the
-    /// same.
+    /// The loss scale of each undecided step with a contribution here. All shards have the same.
     pub(super) scales: Vec<(Step, f64)>,
     /// The version that each rank stated for the micro-steps of undecided steps.
     pub(super) reads: BTreeMap<(Step, MicroStep), Vec<(Rank, Version)>>,
-    /// Numbers of pauses and resumes so far, so that a watcher misses neither.
+    /// Number of pauses so far, so that a watcher misses none. The number of resumes follows.
     pub(super) pauses: u64,
     pub(super) resumes: u64,
     /// The loss scale that an operator gave with the last resume; 0 when none was given.
@@ -234,7 +231,7 @@ impl Machine {
         }
     }
 
-    /// All weights are there. The job starts at version 0, or at a checkpoint's version.
+    /// All weights are loaded. The job starts at version 0, or at a checkpoint's version.
     pub fn loaded(&mut self, record: Record) -> Result<(), Refusal> {
         self.recovered(Record { standing: None, placement: None, ..record })
     }
@@ -277,9 +274,8 @@ impl Machine {
         }
     }
 
-    /// Goes on after a restart that lost neither state nor contributions. `records` are the last decided
-    /// steps, oldest first. `kept` has the shards that are here or on their way. Returns the updates that remain and
-    /// can run by now.
+    /// Goes on after a restart that lost neither state nor contributions. `records` are the last decided steps, oldest
+    /// first. `kept` has the shards that are here or being fetched. Returns the remaining updates that can run.
     pub fn resume_updates(
         &mut self,
         records: Vec<Record>,

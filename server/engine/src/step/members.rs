@@ -1,4 +1,4 @@
-//! Membership: rank processes join, fence and leave, and each event's process is checked.
+//! Membership: processes of ranks join, fence and leave, and each event's process is checked.
 
 use longshore_proto::{Incarnation, Rank};
 
@@ -13,9 +13,8 @@ use crate::{
 };
 
 impl Machine {
-    /// Revokes the right of a rank's earlier processes to push. Their contributions stay, since a decision
-    /// that another server knows already may need them here. Returns false when this process has fenced or
-    /// joined before.
+    /// Revokes the right of a rank's earlier processes to push. Contributions stay, since a decision that another
+    /// server has already may need them. Returns false if this process has fenced or joined before.
     pub fn fence(&mut self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
         if self.check_taking(rank, incarnation)? {
             return Ok(false);
@@ -35,7 +34,7 @@ impl Machine {
     /// contributions are dropped, and finished sums too if the job has one rank.
     ///
     /// Returns false while the earlier process's last chunk is being written, and for another world size than rank 0's.
-    /// Once the placement has changed between two steps, other ranks wait for rank 0.
+    /// After a change of the placement between two steps, other ranks wait for rank 0.
     ///
     /// `world_size` is the number of ranks that take part, as the process was started; None leaves it as it is.
     pub fn join(
@@ -60,8 +59,8 @@ impl Machine {
         Ok(world_size == self.world_size || self.resize(world_size))
     }
 
-    /// Begins the undecided steps anew, with another number of ranks: each contribution so far is of the ranks before.
-    /// Rank 0 has brought all servers to one version. Returns false while a chunk is being written.
+    /// Begins the undecided steps anew, with another number of ranks. Rank 0 has brought all servers to one version.
+    /// Returns false while a chunk is being written.
     fn resize(&mut self, world_size: u32) -> bool {
         if self.shards.iter().any(ShardProgress::is_in_use) {
             return false;
@@ -186,7 +185,7 @@ impl Machine {
         }
     }
 
-    /// The rank's process is done. A repeat is accepted, since the first answer may have been lost.
+    /// The rank's process leaves. A repeat is accepted, since the first answer may have been lost.
     pub fn leave(&mut self, rank: Rank, incarnation: Incarnation) -> Result<(), Refusal> {
         match self.check_rank(rank, incarnation) {
             Ok(()) => self.ranks[rank.index()].left = true,
@@ -196,7 +195,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Returns true once every rank's process has left: no step follows.
+    /// Returns true once every rank's process has left, after which no step follows.
     pub fn has_been_left(&self) -> bool {
         self.ranks.iter().take(self.world_size as usize).all(|state| state.left)
     }

@@ -1,4 +1,5 @@
-//! The step protocol as plain structs: events in, decisions out. No buffers, no threads, no clock.
+//! The step protocol as plain structs: events in, decisions out. No buffers, no threads, no clock. `job::Protocol` owns
+//! the machine and calls it under its lock, on any thread.
 
 mod admit;
 mod broken;

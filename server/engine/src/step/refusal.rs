@@ -1,4 +1,4 @@
-//! Reasons why an event is refused: one variant for each, with the values that show it.
+//! Reasons to refuse an event, each with the values that show it, and their texts.
 
 use longshore_proto::{
     BlockId, ChunkId, Contribution, Dtype, Epoch, Fault, FaultKind, Incarnation, JobSpec, Layout, MicroStep,

@@ -1,4 +1,4 @@
-//! Contributions of a shard: its stored chunks, the micro-step being filled, and when the sum is complete.
+//! Contributions of a shard: stored chunks, the micro-step being filled, and the completion of the sum.
 
 use std::ops::Range;
 
@@ -20,14 +20,15 @@ struct Receipt {
 /// Buffer of one rank, which holds one micro-step at a time.
 #[derive(Clone, Debug)]
 struct RankSlot {
-    /// By chunk, as `writing` and `sent`. A repeated chunk must not count twice, so nothing is a counter.
+    /// By chunk, as `writing` and `sent`. Flags instead of counters, so that a repeated chunk does not count twice.
     stored: Vec<bool>,
     writing: Vec<bool>,
-    /// The newest process that sent chunks of the last micro-step, and those chunks, held or not needed any more.
+    /// The newest process that sent chunks of the last micro-step. `sent` marks those chunks, also ones that were not
+    /// stored.
     sent_by: Incarnation,
     sent: Vec<bool>,
-    /// Receipts by micro-step and chunk, kept until the step is decided. A repeated chunk of a summed
-    /// micro-step can so be told from a conflicting chunk. Receipts take 24 bytes for each MiB received.
+    /// Receipts by micro-step and chunk, until the step is decided. They tell a repeated chunk of a summed micro-step
+    /// from a conflicting one, for 24 bytes a MiB received.
     receipts: Vec<Vec<Option<Receipt>>>,
 }
 
@@ -37,7 +38,7 @@ pub(super) struct StepSlot {
     pub(super) step: Option<Step>,
     /// Number of micro-steps summed, which is also the number of the micro-step being received.
     pub(super) summed: u32,
-    /// All contributions of the current micro-step are in, and their sum is being formed.
+    /// All contributions of the current micro-step are stored, and are being summed.
     pub(super) summing: bool,
     pub(super) complete: bool,
     /// The origin of the sum so far. Sums of an earlier process of this server have an unknown origin.
@@ -48,7 +49,7 @@ pub(super) struct StepSlot {
     ranks: Vec<RankSlot>,
 }
 
-/// A shard whose state is lost in this server's memory. Its updates change nothing from then on.
+/// A shard whose state is lost in this server's memory. From then on, updates do not change it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Broken {
     /// The first block that differs from its checksum, by its number in the job.
@@ -68,11 +69,11 @@ pub(super) struct ShardProgress {
     pub(super) version: Version,
     /// Steps at which this server owns the shard.
     pub(super) span: Range<u64>,
-    /// The state is on its way from the owner before.
+    /// The state is being fetched from the owner before.
     pub(super) awaited: bool,
     /// An operator has named the source of the awaited state as lost: a decision will take the shard away.
     pub(super) is_forsaken: bool,
-    /// The version that a new replica has yet to get from here. Later updates wait for that.
+    /// The version that a new replica has yet to fetch from here. Later updates wait for that.
     pub(super) lent: Option<Version>,
     /// The state differs from its checksums, and the other holder goes on with the shard.
     pub(super) broken: Option<Broken>,
@@ -107,8 +108,8 @@ impl RankSlot {
     }
 
     /// Returns the verdict on a chunk that is held already. A rank's restarted process may compute other bits for a
-    /// batch that is in the sum. The first bits stay: both are gradients of the same batch. To replace one,
-    /// all other ranks would have to send again.
+    /// batch that is in the sum. The first bits stay, as a gradient of the same batch: to replace them, all other ranks
+    /// would have to send again.
     fn repeated(&self, chunk: &ContributionChunk) -> Result<Admission<()>, Refusal> {
         let contribution = chunk.contribution;
         let receipt = self.receipt(contribution.micro_step, chunk.chunk.0);
@@ -123,10 +124,9 @@ impl RankSlot {
         }
     }
 
-    /// Returns the first chunk of this message whose predecessor is neither stored nor being received. A
-    /// predecessor is the same chunk of the micro-step before. The server must refuse such a message while it
-    /// receives micro-step `current`. If the message waited, a predecessor behind it on the same stream could
-    /// never arrive.
+    /// Returns the first chunk of this message whose predecessor, the same chunk of the micro-step before, is neither
+    /// stored nor being received. Such a message is refused while micro-step `current` is received. If it waited, a
+    /// predecessor behind it on the same stream could never arrive.
     fn overtaken(&self, chunk: &ContributionChunk, current: u32) -> Option<ChunkId> {
         let before = chunk.contribution.micro_step.0.checked_sub(1).filter(|&before| before >= current)?;
         let here = |index: u32| {
@@ -168,8 +168,7 @@ impl StepSlot {
             _ => {}
         }
         let rank = &mut self.ranks[contributor.index()];
-        // A message of several chunks is a repetition only if all of them are held. Otherwise all of it is
-        // written.
+        // A message of several chunks is a repetition only if all are held. Otherwise all are written.
         let unheld =
             rank.covered(chunk).find(|&index| rank.receipt(contribution.micro_step, index).is_none());
         if unheld.is_none() {
@@ -208,7 +207,7 @@ impl StepSlot {
         self.summing
     }
 
-    /// Notes a chunk of the last micro-step that its process need not send again.
+    /// Marks a chunk of the last micro-step as sent by its process.
     pub(super) fn sent(&mut self, chunk: &ContributionChunk, contributor: Contributor) {
         let rank = &mut self.ranks[contributor.index()];
         if rank.sent_by != chunk.incarnation {
@@ -220,13 +219,13 @@ impl StepSlot {
         }
     }
 
-    /// Returns true if the process has sent its whole gradient of the step, which it may have computed in vain.
+    /// Returns true if the process has sent its whole gradient of the step, summed or not.
     pub(super) fn has_sent(&self, contributor: Contributor, process: Incarnation) -> bool {
         let rank = &self.ranks[contributor.index()];
         rank.sent_by == process && !rank.sent.contains(&false)
     }
 
-    /// Returns true if a sum contains the micro-step, or is being formed of it.
+    /// Returns true if the micro-step is summed, or being summed.
     pub(super) fn has_summed(&self, step: Step, micro_step: MicroStep) -> bool {
         let summed = self.summed + u32::from(self.summing);
         self.step == Some(step) && micro_step.0 < summed
@@ -238,8 +237,8 @@ impl StepSlot {
         self.free_if_untouched();
     }
 
-    /// Forgets a step for which the slot holds nothing any more. A chunk that did not arrive then does not
-    /// settle the step's loss scale.
+    /// Forgets a step without any chunk in the slot. So a chunk that did not arrive does not settle the step's loss
+    /// scale.
     fn free_if_untouched(&mut self) {
         let untouched = |rank: &RankSlot| !rank.stored.contains(&true) && !rank.writing.contains(&true);
         if self.summed == 0 && self.ranks.iter().all(untouched) {
@@ -247,8 +246,8 @@ impl StepSlot {
         }
     }
 
-    /// The sum of the current micro-step is formed. Returns true when it was the step's last; `nonfinite` then is the
-    /// gradient's first element that is inf or NaN.
+    /// The current micro-step is summed. Returns true if it was the step's last; `nonfinite` then is the gradient's
+    /// first element that is inf or NaN.
     pub(super) fn summed(&mut self, micro_steps: u32, nonfinite: Option<u64>) -> bool {
         self.summing = false;
         for (rank, slot) in self.ranks.iter().enumerate() {
@@ -349,7 +348,7 @@ impl ShardProgress {
         self.contributors = contributors;
     }
 
-    /// Returns true if the step's update is the next one here, and the state that it changes is here.
+    /// Returns true if the step's update is next, and its state is here.
     pub(super) fn can_update(&self, step: Step) -> bool {
         self.version.next_step() == step
             && !self.awaited
@@ -385,7 +384,7 @@ impl ShardProgress {
         &mut self.slots[slot.index()]
     }
 
-    /// Returns the origin of the step's gradient on this shard. The shard's number enters it.
+    /// Returns the origin of the step's gradient on this shard, mixed with the shard's number.
     pub(super) fn origin(&self, step: Step) -> Origin {
         match self.slot(step).origin {
             Origin(mixed) if mixed != 0 && self.is_complete(step) => {
@@ -410,8 +409,7 @@ impl ShardProgress {
     }
 }
 
-/// Spreads a number's bits over all 64, as splitmix64 does. Sums of mixed numbers then differ wherever one
-/// number does.
+/// Spreads a number's bits over all 64, as splitmix64 does, so that sums of mixed numbers differ if any number does.
 fn mix(number: u64) -> u64 {
     let mut mixed = number.wrapping_add(0x9E37_79B9_7F4A_7C15);
     mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

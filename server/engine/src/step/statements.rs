@@ -1,30 +1,28 @@
-//! Statements of a contribution about its origin: the version that it was computed with, and its loss scale.
+//! Statements of a contribution: the version that it was computed with, and its loss scale.
 //!
-//! All ranks compute a micro-step with one version, and such a version has not been taken back. All contributions
-//! to a step have one loss scale, on every rank and shard. A version that the step may read has set it.
+//! All ranks compute a micro-step with one version, which was not taken back. All contributions to a step have one loss
+//! scale, which a version that the step may read has set.
 
 use longshore_proto::{Commit, Contribution, ContributionChunk, Incarnation, MicroStep, Rank, Step, Version};
 
 use super::{machine::Machine, refusal::Refusal};
 
-/// The relative difference allowed between a commit's gradient scale and the product it stands for: clients may
-/// multiply in another order.
+/// The relative difference allowed between a commit's gradient scale and its factors' product. Clients may multiply in
+/// another order.
 const ROUNDING: f64 = 1e-12;
 
 /// Constraint on the loss scale of a step.
 enum Known {
-    /// The scale is one of `scales`. `open` means that a version which the step may read is still undecided
-    /// here.
+    /// The scale is one of `scales`. `open` means that the step may read a version that is undecided here.
     OneOf { scales: Vec<f64>, open: bool },
     /// The step may read version 0, or a version whose commit this server does not have.
     Anything,
 }
 
 impl Machine {
-    /// Refuses a gradient computed with a version that has since been taken back and decided anew. Refuses
-    /// also a gradient whose version differs from another rank's. Returns false while this server has not
-    /// reached that version: rank 0 tells a restarted server how the version was decided. The rank may have
-    /// computed with another decision. A version that the server does not remember passes.
+    /// Refuses a gradient computed with a version that was since taken back and decided anew. Also refuses a gradient
+    /// whose version differs from another rank's. Returns false while this server has not reached that version: a
+    /// restarted server has yet to hear its decision. A version that the server does not remember passes.
     pub(super) fn check_reads(&self, chunk: &ContributionChunk) -> Result<bool, Refusal> {
         let reads = chunk.reads;
         let (decided_by, unknown) = (self.decided_by(reads.version), Incarnation::default());
@@ -46,14 +44,14 @@ impl Machine {
     }
 
     /// Returns a rank that computes the chunk's micro-step with another version, and that version. The rank may be the
-    /// chunk's own: a sum may contain an earlier process's gradient.
+    /// chunk's own, whose earlier process is in a sum.
     fn said_otherwise(&self, chunk: &ContributionChunk) -> Option<(Rank, Version)> {
         let Contribution { step, micro_step, .. } = chunk.contribution;
         let said = self.reads.get(&(step, micro_step)).filter(|_| self.is_said(chunk))?;
         said.iter().copied().find(|&(_, version)| version != chunk.reads.version)
     }
 
-    /// Returns true if the chunk states its version. A chunk that does not leaves the version at 0.
+    /// Returns true if the chunk states its version. Otherwise the version is 0, older than any that the step may read.
     fn is_said(&self, chunk: &ContributionChunk) -> bool {
         chunk.reads.version.0 + 1 + u64::from(self.spec.max_delay) >= chunk.contribution.step.0
     }
@@ -70,7 +68,7 @@ impl Machine {
         }
     }
 
-    /// Forgets the versions that a rank's earlier process computed with, unless a sum contains its gradient. Its next
+    /// Forgets the versions that a rank's earlier process computed with, unless a sum contains its gradient. The next
     /// process may compute with another version, as the other ranks do.
     pub(super) fn forget_reads_of(&mut self, rank: Rank) {
         let Machine { reads, shards, .. } = self;

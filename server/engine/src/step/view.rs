@@ -1,4 +1,4 @@
-//! Questions to the machine that change nothing, and their answers.
+//! Queries of the machine, which change nothing.
 
 use longshore_proto::{
     Commit, DECISION_AWAITED, Incarnation, LeftOut, MicroStep, Origin, Rank, ShardId, Step, Version,
@@ -87,9 +87,8 @@ impl Machine {
         self.shards[owned.index()].is_complete(step)
     }
 
-    /// Returns a contributor of a delayed job whose present process has not sent its own gradient of a shard. In a
-    /// complete step an earlier process had sent one. The present process may still read the version that the update
-    /// overwrites.
+    /// Returns a contributor of a delayed job whose present process has not sent its own gradient of a shard. That
+    /// process may still read the version that the update overwrites, though an earlier process has completed the step.
     pub fn owing(&self, owned: OwnedShard, step: Step) -> Option<Rank> {
         let shard = &self.shards[owned.index()];
         let owes = |contributor: Contributor, rank: Rank| {
@@ -119,8 +118,7 @@ impl Machine {
         self.shards[owned.index()].origin(step)
     }
 
-    /// Returns the incarnation of the rank 0 that decided a version's step; 0 if this server does not know
-    /// it.
+    /// Returns the incarnation of the rank 0 that decided a version's step; 0 if unknown here.
     pub fn decided_by(&self, version: Version) -> Incarnation {
         let commit = self.commits.iter().find(|decided| decided.commit.step.version() == version);
         commit.map_or(Incarnation::default(), |decided| decided.commit.decided_by)
@@ -185,9 +183,9 @@ impl Machine {
         (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
     }
 
-    /// Returns this server's shards from `first` on that have the version before this step. At most `most(n, m)` where
-    /// `n` shards come before `first` and `m` after it. All have as many contributors as the first one, so that their
-    /// gradients are divided by the same number.
+    /// Returns this server's shards from `first` on that have the version before this step. At most `most(n, m)`, with
+    /// `n` shards before `first` and `m` after it. All have as many contributors as the first, so that one multiplier
+    /// serves all.
     pub fn updatable(
         &self,
         first: OwnedShard,
@@ -216,9 +214,8 @@ impl Machine {
         (self.pauses, self.resumes, self.resumed_loss_scale)
     }
 
-    /// Names the server whose state an update waits for, or the ranks and shards that the next step waits for.
-    /// Otherwise names rank 0's decision on it. Returns None while this server has work to do itself, and for a paused
-    /// job that has the whole gradient.
+    /// Names the awaited state's server, the ranks and shard that the next step waits for, or rank 0's decision. None
+    /// while this server itself has work to do, and for a paused job with the whole gradient.
     pub fn waiting_for(&self) -> Option<String> {
         if self.phase == Phase::Loading {
             return Some("the initial weights (Tensors.Upload) or a checkpoint (Admin.Restore)".to_string());

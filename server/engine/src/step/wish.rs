@@ -1,4 +1,4 @@
-//! An operator's wish for other servers, and the operator's word that some are gone for good.
+//! An operator's wish for other servers, and an operator's or rank 0's word that servers are lost for good.
 
 use longshore_proto::{Placement, ServerId, ShardId, Step, TierKind};
 
@@ -11,19 +11,20 @@ pub struct Wanted {
     pub asked_micros: u64,
     /// Largest part of the time between two decisions that updates may wait for moves. 0: the default.
     pub max_exposed: f64,
-    /// Tier of the job on new servers. None: that of the job's servers.
+    /// Tier of the job on new servers; None keeps the job's tier.
     pub tier: Option<TierKind>,
     /// Servers that are gone for good, as an operator or rank 0 says.
     pub lost: Vec<ServerId>,
-    /// Number of words so far, by which a watcher knows what it has heard. An operator's clock may be late.
+    /// Number of requests so far, for watchers: an operator's clock may be late.
     pub words: u64,
 }
 
 impl Wanted {
-    /// Keeps a wish, unless a later one is known. A later wish takes back no word of a loss, unless it names the server
-    /// again. No wish is kept for a server that an operator gives up.
+    /// Keeps a wish, unless a later one is known. A later wish takes back no loss, unless it names the server again.
+    /// Servers that an operator gives up leave the wish.
     ///
-    /// Rank 0 gives servers up without a wish. The job may have those back, so the earlier wish stays, or the members.
+    /// Rank 0 gives servers up without a wish. The job may have those back, so the earlier wish stays, or all members
+    /// become the wish.
     pub fn take(&mut self, wanted: Wanted, placement: &Placement) {
         let (mut lost, words) = (std::mem::take(&mut self.lost), self.words + 1);
         let address = |server: &ServerId| placement.servers.get(server.0 as usize);
@@ -39,7 +40,7 @@ impl Wanted {
             (self.servers, self.asked_micros) = (placement.addresses().map(str::to_string).collect(), 1);
         }
         (self.lost, self.words) = (lost, words);
-        // A word may come after the decision that it led to.
+        // A loss may be reported after the decision that followed from it.
         self.forget_losses(placement);
     }
 
@@ -50,8 +51,8 @@ impl Wanted {
 }
 
 impl Machine {
-    /// Returns a shard of which nothing is left once these servers are lost, as far as this server knows. State on its way
-    /// from a lost server to this one is lost too, unless another server has it.
+    /// Returns a shard whose last copy is on these servers, as far as this server knows. State that this server still
+    /// fetches from them is lost too.
     pub fn last_of(&self, lost: &[ServerId]) -> Option<ShardId> {
         let placement = self.placement();
         let is_last = |of: &Awaited| {
