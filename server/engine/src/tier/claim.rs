@@ -1,5 +1,6 @@
-//! Claims on state directories. A lock keeps other servers out while a server runs. A note beside a directory
-//! tells later processes which jobs are stored there: the empty folder below a mount point must not pass for it.
+//! Claims on state directories. A lock keeps other servers out while a server runs. A note beside a directory names the
+//! jobs that are stored there, so that the empty folder below a mount point cannot pass for it. The server takes claims
+//! when it starts.
 
 use std::{
     collections::BTreeSet,
@@ -20,8 +21,8 @@ use super::{
 };
 use crate::lock;
 
-/// A state directory that no other server may use while this lives. After a crash each server must find its
-/// own jobs and no other's.
+/// A state directory that no other server may use during the claim's life. After a crash each server must find its own
+/// jobs alone.
 pub struct Claim {
     _lock: File,
 }
@@ -87,9 +88,9 @@ impl Note {
         identity(dir).is_some_and(|identity| identity == self.identity)
     }
 
-    /// Changes the jobs of the note, and makes it the note of the present folder. Without jobs there is no note. Where
-    /// the parent is not writable, no note is needed: an unprivileged server cannot write below an unused mount point
-    /// of another user either.
+    /// Changes the jobs of the note, and makes it the note of the present folder. A note without jobs is removed. An
+    /// unprivileged server that cannot write in the parent could not write below an unused mount point either, and
+    /// needs no note.
     fn change(dir: &Path, change: impl FnOnce(&mut BTreeSet<String>)) {
         static CHANGING: Mutex<()> = Mutex::new(());
         let _one_at_a_time = lock(&CHANGING);
@@ -149,7 +150,7 @@ pub fn give_up_missing(dirs: &[PathBuf], job: &JobName) -> bool {
     !lacking.is_empty()
 }
 
-/// Returns the note of another folder of this path, if this one holds none of its jobs.
+/// Returns the note of another folder of this path, if the present folder holds none of the noted jobs.
 fn missing(dir: &Path) -> Option<Note> {
     Note::read(dir).filter(|note| !note.is_of(dir) && jobs_in(dir).is_disjoint(&note.jobs))
 }

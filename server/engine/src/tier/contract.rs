@@ -1,8 +1,8 @@
-//! The contract between a tier and a job: a core that every tier has, and objects beside it that a tier may
-//! give.
+//! The contract between a tier and a job: a core that every tier has, and optional objects. A job owns its store. The
+//! compute thread updates; calls read and load on their own threads.
 //!
-//! Shards are updated in forward order, so that a tier may prefetch the next ones. After an error the request
-//! was not done or may not survive. The job cannot go on from this server then.
+//! Shards are updated in forward order, so that a tier may prefetch the next ones. A failed request may be undone by a
+//! crash, so an error ends the job on this server.
 
 use std::{ops::Range, sync::Arc};
 
@@ -18,8 +18,7 @@ use crate::{
     record::{Joined, KeptShard, Record},
 };
 
-/// The state of a server's shards of one job. The objects that are there decide the job's behaviour, and no
-/// code asks for the kind of tier.
+/// The state of a server's shards of one job. The job asks for these objects, and never for the kind of tier.
 pub struct Store {
     pub state: Arc<dyn Tier>,
     pub durable: Option<Arc<dyn Durable>>,
@@ -36,7 +35,7 @@ impl Store {
     }
 }
 
-/// An opened store, and the parts of the job that the tier had kept.
+/// An opened store, and the parts of the job that the tier has kept.
 pub struct Opened {
     pub store: Store,
     /// The memory for the job's buffers, if the tier keeps them.
@@ -47,7 +46,7 @@ pub struct Opened {
 #[expect(clippy::large_enum_variant, reason = "there is one a job, when it is opened")]
 pub enum Recovered {
     Nothing,
-    /// A whole version. All of it must be read, and adopted, before the next step.
+    /// A whole version. Every byte must be read, and the version adopted, before the next step.
     Version(Record),
     /// All memory of an earlier process, which may have been killed at any instant.
     Interrupted(Interrupted),
@@ -61,8 +60,8 @@ pub struct Interrupted {
     pub shards: Vec<Option<KeptShard>>,
 }
 
-/// The core, which every tier has. State is handed to closures, so that a tier can read it before and write
-/// it back after.
+/// The core, which every tier has. State is handed to closures, so that a tier can read it before them and write it
+/// after.
 pub trait Tier: Send + Sync {
     /// Fills a shard before the job starts, in any number of calls.
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
@@ -91,19 +90,18 @@ pub trait Tier: Send + Sync {
         self.read_part(owned, 0, bytes, read)
     }
 
-    /// Announces that these bytes will be asked for soon. Returns at once. A tier on drives prefetches them
-    /// as far as it has room.
+    /// Announces a later read of these bytes. Returns at once. A tier on drives prefetches them as far as it has room.
     fn read_frozen_ahead(&self, _: OwnedShard, _: Range<usize>) {}
 
-    /// Reserves space for a shard that shall come to this server. Its memory is the caller's to reserve.
+    /// Reserves space for a shard that shall move here. The caller reserves the memory.
     fn make_room(&self, _: OwnedShard) -> Result<(), Fault> {
         Ok(())
     }
 
-    /// Frees memory and space of a shard that another server owns by now. Its next load may come at any time.
+    /// Frees memory and space of a shard that another server owns. The shard may be loaded again at any time.
     fn release(&self, _: OwnedShard) {}
 
-    /// A shard's state of `version` is whole now, and its images from `oldest` on. Takes checksums, which the next
+    /// A shard's state of `version` is whole, and its images from `oldest` on. The tier takes checksums, which the next
     /// updates compare.
     fn seal(&self, _: OwnedShard, _version: Version, _oldest: Version) -> Result<(), Fault> {
         Ok(())
@@ -129,28 +127,27 @@ pub trait Durable: Send + Sync {
     /// All shards are loaded and sealed. The tier keeps this version before it returns.
     fn start(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A step is decided. Called before anyone is told so.
+    /// A step is decided. Called before any caller hears of it.
     fn decide(&self, record: &Record) -> Result<(), Fault>;
 
     /// A pause at the current version has begun or ended. Before it returns, the tier keeps the version's record with
     /// the new standing.
     fn stand(&self, record: &Record) -> Result<(), Fault>;
 
-    /// The placement has changed at the current version. Before it returns, the tier keeps the version's record with it, and
-    /// each shard that was fetched for it.
+    /// The placement has changed at the current version. Before it returns, the tier keeps the version's record with
+    /// that placement, and each shard that was fetched for it.
     fn place(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A rank has joined. If `over`, it starts every undecided step over, so sums of those steps must be
-    /// forgotten.
+    /// A rank has joined. With `over`, every undecided step begins anew, so the tier must forget sums of those steps.
     fn joined(&self, rank: Rank, joined: Joined, over: bool);
 
-    /// Returns once the next process, too, would know who has joined. May wait for a drive.
+    /// Returns once the next process would find all joins. May wait for a drive.
     fn keep_joined(&self) -> Result<(), Fault>;
 
     /// Returns each rank's process that had joined before this server started. Empty if none is known.
     fn who_joined(&self) -> Vec<Option<Joined>>;
 
-    /// Removes all of the job's files in the tier. Nothing may be called after it.
+    /// Removes all of the job's files in the tier. The last call.
     fn discard(&self) -> Result<(), Fault>;
 }
 
@@ -165,10 +162,10 @@ pub struct Taken {
     pub waited: u64,
 }
 
-/// A tier gives this if it writes versions while the job goes on. A version is written whole before the next
-/// is decided. The version before the newest is kept, so that a job can be opened at it.
+/// A tier gives this if it writes versions in the background. A version is written whole before the next is decided.
+/// The version before the newest is kept, and a job can be opened at it.
 pub trait WriteBehind: Send + Sync {
-    /// All of the recovered state has been read and is whole. From here on it belongs to this process.
+    /// All of the recovered state was read and is whole. This process now owns it.
     fn adopt(&self) -> Result<(), Fault>;
 
     /// All shards have the version. Making it durable goes on in the background.
@@ -180,13 +177,13 @@ pub trait WriteBehind: Send + Sync {
     /// Returns the bytes written to drives since the job was opened.
     fn written_bytes(&self) -> u64;
 
-    /// Returns where shards were when work needed them, since the job was opened.
+    /// Returns the places of shards when work needed them, since the job was opened.
     fn taken(&self) -> Taken;
 
     fn failure(&self) -> Option<Fault>;
 }
 
-/// Loss scale of a step's gradients, and the version that its first micro-step was computed with, as far as known.
+/// Loss scale of a step's gradients, and version behind its first micro-step, as far as known.
 pub(super) type ComputedWith = (Option<f64>, Option<Version>);
 
 /// A tier gives this if the next process finds images, contributions and sums as they were. The next process
@@ -198,10 +195,10 @@ pub trait KeptMemory: Send + Sync {
     /// Returns the steps that were settled last.
     fn settled(&self) -> Vec<(Step, ComputedWith)>;
 
-    /// All contributions to an undecided step are summed on a shard. Called before anyone is told so.
+    /// All contributions to an undecided step are summed on a shard. Called before any caller hears of it.
     fn complete(&self, owned: OwnedShard, step: Step);
 
-    /// Runs `carry`, which makes `version` of a shard in a skipped step: the image is copied and the state stays.
+    /// Runs `carry`, which makes `version` of a shard in a skipped step by copying its image. The state stays.
     fn carry(&self, owned: OwnedShard, version: Version, carry: &mut dyn FnMut());
 
     /// Compares a kept image with its checksums.
@@ -225,9 +222,8 @@ pub trait ImageStore: Send + Sync {
     /// Reads a recovered shard's image. Returns false if it is not kept.
     fn load(&self, owned: OwnedShard, age: ImageAge, image: &mut [u8]) -> Result<bool, Fault>;
 
-    /// Hands bytes of a shard's image of a version to `read`, in order, in one call or several. Returns false
-    /// if that image is not kept any more; bytes given to `read` until then do not count. Waits for the
-    /// drives.
+    /// Hands bytes of a shard's image of a version to `read`, in order, in one call or several. Returns false if the
+    /// image is no longer kept; bytes given to `read` until then do not count. Waits for the drives.
     fn read(
         &self,
         owned: OwnedShard,
@@ -236,8 +232,8 @@ pub trait ImageStore: Send + Sync {
         read: &mut dyn FnMut(&[u8]),
     ) -> Result<bool, Fault>;
 
-    /// Announces that bytes of a shard's image will be asked for soon, of a version that the shard has.
-    /// Returns at once, and prefetches as far as there is room.
+    /// Announces a later read of bytes of a shard's image, of a version that the shard has. Returns at once, and
+    /// prefetches as far as there is room.
     fn read_ahead(&self, owned: OwnedShard, version: Version, bytes: Range<usize>);
 
     /// A load has failed, and the images that it stored are invalid.

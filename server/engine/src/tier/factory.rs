@@ -1,4 +1,5 @@
-//! Factory of tiers, the only file of the engine that knows them by kind. Each `match` asks for a new tier.
+//! Factory of tiers, the only file of the engine that knows them by kind. Each `match` refuses to compile without a new
+//! tier's arm.
 
 use std::path::PathBuf;
 
@@ -29,7 +30,7 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
     }
 }
 
-/// Returns what one more shard takes. Buffers and tables come once for all shards, and resident ones share one limit.
+/// Returns the need of one more shard. Buffers and tables come once for all shards, and resident ones share one limit.
 pub(crate) fn shard_need(spec: &JobSpec, layout: &Layout, shard: ShardId, spills: bool) -> StoreNeed {
     match spec.tier {
         TierKind::Memory | TierKind::Shm => {
@@ -65,7 +66,7 @@ pub fn free_space(spec: &JobSpec, storage: &Storage) -> u64 {
     folders.iter().map(free).fold(0, u64::saturating_add)
 }
 
-/// Format of the store that a server has of a job, or makes, as far as [`places`](super::places) depend on it.
+/// Format of a server's store of a job, as far as [`places`](super::places) depend on it.
 pub(crate) fn format(
     spec: &JobSpec,
     placement: &Placement,
@@ -78,7 +79,7 @@ pub(crate) fn format(
     }
 }
 
-/// Returns true if a job's tier keeps the memory of the job's buffers, so that nobody else allocates it.
+/// Returns true if a job's tier allocates the memory of the job's buffers, and keeps it.
 pub fn keeps_buffers(spec: &JobSpec) -> bool {
     match spec.tier {
         TierKind::Shm => true,

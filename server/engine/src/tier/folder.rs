@@ -1,4 +1,4 @@
-//! A job's folder in a state directory: its owner, its lock, its creation, its removal, and a watch over its files.
+//! A job's folder in a state directory: header, lock, creation, and a watch over its files.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -30,17 +30,15 @@ pub(super) const FORMAT_VERSION: u32 = 1;
 pub(super) const ALL_PLACES: u32 = 2;
 const WHOLE: &str = "restore a checkpoint into a fresh state directory; this folder can only be removed";
 
-/// `header.json`: two lines of JSON. The first names the format and has the BLAKE3 of the second, the header
-/// proper. So a reader can check format and integrity before it understands the rest. The file is written
-/// once, when the folder's files are complete and their space is reserved. Only then does the folder get its
-/// name.
+/// `header.json`: two lines of JSON. The first has the format and the BLAKE3 of the second, the header proper, so that
+/// a reader can check both first. The file is written once, when the folder's files are complete and their space is
+/// reserved. Only then does the folder get its name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
     /// As the first line has it.
     #[serde(skip)]
     pub(crate) format: u32,
-    /// Number of the store, the same in all its folders and records. The number tells another store's files
-    /// from its own.
+    /// Number of the store, the same in all its folders and records. Files of other stores have another number.
     pub store: u64,
     pub tier: TierKind,
     /// The index of this folder among the folders that the shards are striped over.
@@ -66,8 +64,8 @@ struct Envelope {
     blake3: String,
 }
 
-/// The shards for which a server has a place, in forward order. A place is address space, or part of a sparse file. Files
-/// of format 1 have places for the shards alone that they were made with.
+/// The shards for which a server has a place, in forward order. A place is address space, or part of a sparse file.
+/// Files of format 1 have places only for the shards that they were made with.
 pub(crate) fn places(layout: &Layout, placement: &Placement, server: ServerId, format: u32) -> Vec<ShardId> {
     match format {
         ALL_PLACES.. => (0..layout.shards()).map(ShardId).collect(),
@@ -75,7 +73,7 @@ pub(crate) fn places(layout: &Layout, placement: &Placement, server: ServerId, f
     }
 }
 
-/// A folder that no other process may use while this lives.
+/// A folder under lock.
 pub(super) struct Folder {
     pub(super) path: PathBuf,
     home: PathBuf,
@@ -198,13 +196,13 @@ impl Folder {
         dir.join(job.as_str()).join(format!("{FOLDER}{}-of-{servers}", server.0))
     }
 
-    /// Locks the job's folder and returns it. If there is none, creates a folder with a temporary name. No reader takes
-    /// it for the job's until it is [settled](Folder::settle).
+    /// Locks the job's folder and returns it. If there is none, creates a folder with a temporary name, which readers
+    /// ignore until it is [settled](Folder::settle).
     ///
     /// # Errors
     /// `Corrupt` where there are files and no header: they belong to another program.
     pub(super) fn take(home: PathBuf) -> Result<Folder, Fault> {
-        // The state directory itself is never made: a missing one is a disk that is not mounted.
+        // The state directory itself is never created: if missing, its disk is not mounted.
         let root = home.parent().and_then(Path::parent).unwrap_or(Path::new("."));
         if !root.is_dir() {
             return Err(io("open", root)(ErrorKind::NotFound.into()));
@@ -338,8 +336,8 @@ pub(super) fn vanished(folder: &Path) -> Fault {
     Fault::new(FaultKind::NotFound, FIELD, folder.display(), limit, remedy)
 }
 
-/// Files of a running job by name, as they were when they were opened. Nobody would find later writes to files
-/// that were deleted, moved or replaced.
+/// Files of a running job by name, as they were opened. Later writes to a deleted, moved or replaced file would be
+/// lost.
 pub(super) struct Watch(Vec<(PathBuf, Identity)>);
 
 /// Device and inode.

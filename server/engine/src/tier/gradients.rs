@@ -1,5 +1,4 @@
-//! Gradients on drives: the place of each, and the trait that moves them there and back. A tier may implement
-//! it.
+//! Gradients on drives: their names, and the trait of a tier that writes and reads them.
 
 use std::{
     ops::Range,
@@ -41,8 +40,8 @@ pub struct GradientId {
 /// A thread of the disk calls this with the buffer once the transfer has ended.
 pub type Moved = Box<dyn FnOnce(Region, Result<(), Fault>) + Send>;
 
-/// The drives' room for the gradients of the steps in flight. Gradients die with the process, as in DRAM, and
-/// workers send them again.
+/// The drives' room for the gradients of the steps in flight. Gradients die with the process, as they would in DRAM,
+/// and workers send them again.
 pub trait GradientStore: Send + Sync {
     /// Starts moving a buffer's first bytes to or from `within` a gradient.
     fn start(&self, direction: Direction, id: GradientId, within: Range<usize>, buffer: Region, done: Moved);
@@ -50,7 +49,7 @@ pub trait GradientStore: Send + Sync {
     /// Reserves space for a shard that shall come to this server.
     fn make_room(&self, owned: OwnedShard) -> Result<(), Fault>;
 
-    /// Gives the space of a shard back that another server takes from now on.
+    /// Gives back the space of a shard that another server owns from now on.
     fn release(&self, owned: OwnedShard);
 
     /// Names a gradient in an error.

@@ -1,4 +1,4 @@
-//! Inspection of a state directory, whichever tier made it, and its report.
+//! Inspection of a state directory of any tier, for `longshore inspect`, and its report.
 
 use std::{
     fs,
@@ -36,8 +36,8 @@ pub struct VersionReport {
     pub state_slot: u8,
     /// Number of blocks that were read and compared, images' blocks too.
     pub blocks: u64,
-    /// Bytes that differ from the written ones. In the older version this is no damage, once a step after the
-    /// newest has begun to overwrite it.
+    /// Bytes that differ from the written ones. Expected in the older version once a step after the newest has begun to
+    /// overwrite it.
     pub damaged: Vec<String>,
 }
 
@@ -45,7 +45,7 @@ impl Report {
     /// Returns true if a server can continue from these folders without repair.
     pub fn is_whole(&self) -> bool {
         let newest = self.versions.last().is_none_or(|newest| newest.damaged.is_empty());
-        // A folder without any record was never loaded, unless broken records show that it once had some.
+        // A folder without any record was never loaded, unless broken records show otherwise.
         newest && self.damage.is_empty() && (!self.versions.is_empty() || self.is_blank())
     }
 
@@ -78,7 +78,7 @@ pub fn folders(path: &Path) -> Result<Vec<PathBuf>, Fault> {
             }
             for entry in fs::read_dir(&folder).map_err(io("list", &folder))? {
                 let entry = entry.map_err(io("list", &folder))?.path();
-                // A folder that is being made or removed holds nothing.
+                // A folder that is being made or removed holds no job.
                 if entry.is_dir() && !name_of(&entry).starts_with('~') {
                     next.push(entry);
                 }

@@ -1,9 +1,8 @@
-//! The `memory` tier: state in anonymous huge pages. State is lost with the process, and the last checkpoint
-//! remains.
+//! The `memory` tier: state in anonymous huge pages. The state is lost with the process; the last checkpoint remains.
 //!
-//! A shard with a second holder has a checksum of each block. An update compares the block just before it changes it,
-//! while the block comes into cache anyway. The next checksum is stored just after. A flipped bit is so found before it
-//! spreads, and the other holder goes on with the shard.
+//! A shard with a second holder has a checksum of each block. An update compares the block just before the change,
+//! while the block comes into cache anyway, and stores the next checksum just after. So a flipped bit is found before
+//! it spreads, and the other holder goes on with the shard.
 
 use std::sync::{
     Arc, Mutex,
@@ -31,8 +30,8 @@ const MOST_AT_ONCE: usize = 8;
 pub(super) struct MemoryTier {
     shapes: Vec<Shape>,
     shards: Vec<Mutex<Shard>>,
-    /// By owned shard and block: the checksum of the block's state, or 0 where none is known. Without replicas a shard
-    /// has no checksums, since nothing could heal it.
+    /// By owned shard and block: the checksum of the block's state, or 0 where none is known. Empty without replicas,
+    /// which alone could heal a shard.
     sums: Vec<Sums>,
 }
 
@@ -64,7 +63,7 @@ impl MemoryTier {
         Slab::bytes_for(sizes(lengths, shapes))
     }
 
-    /// `lengths` has the elements of each shard, and `shapes` the layout of its arrays. Those that are `used` are
+    /// `lengths` has the elements of each shard, and `shapes` the layout of its arrays. Shards that are `used` are
     /// touched. `pool` will update the shards.
     pub(super) fn over(
         slab: Slab,
@@ -100,7 +99,7 @@ impl Guard for Sums {
     }
 }
 
-/// The sizes of the regions. A shard's arrays lie beside each other, since an update walks all three at once.
+/// The sizes of the regions. A shard's arrays are neighbours, since an update walks all three at once.
 fn sizes(lengths: &[usize], shapes: &[Shape]) -> Vec<usize> {
     lengths.iter().zip(shapes).flat_map(|(&length, shape)| shape.arrays(length)).collect()
 }

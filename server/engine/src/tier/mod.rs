@@ -1,5 +1,5 @@
-//! Tiers: storage of a job's state. The step protocol is the same on every tier, and only `factory` knows the
-//! kind.
+//! Tiers: storage of a job's state. The step protocol is the same on every tier, and only `factory` knows the kind.
+//! `job` calls them through `contract`.
 
 mod claim;
 mod contract;

@@ -1,4 +1,5 @@
-//! A small record that is written whole or not at all: a frame around JSON, in sectors of its own.
+//! A frame around JSON in sectors of its own, which readers find whole or not at all. Tiers store records and joins in
+//! frames.
 
 use longshore_proto::{Fault, FaultKind};
 use serde::{Serialize, de::DeserializeOwned};
@@ -8,13 +9,13 @@ use crate::retired;
 
 /// Frames are padded to whole sectors of any known device.
 pub(super) const SECTOR: usize = 4096;
-/// The room for one frame: 1 MiB of trainer state is 2 MiB of hex, and 1024 param groups are 300 KiB.
+/// The room for one frame. 1 MiB of trainer state is 2 MiB of hex, and 1024 param groups are 300 KiB.
 pub(super) const RECORD_BYTES: usize = 4 * 1024 * 1024;
 const MAGIC: [u8; MAGIC_BYTES] = *b"LONGSREC";
 pub(super) const MAGIC_BYTES: usize = 8;
 pub(super) const FORMAT: u32 = 1;
-/// The format of a record of shards that moved: servers of earlier versions must not take it for one of all shards. A record
-/// of format 2 has the checksum of each block that was fetched, where one of format 3 has a digest of a shard's.
+/// The format of a record with a changed placement, which servers of earlier versions must refuse. Format 2 had a
+/// checksum of each fetched block, and format 3 has a digest for each shard.
 pub(super) const MOVED: u32 = 3;
 const HEAD: usize = 32;
 
@@ -68,7 +69,8 @@ fn checksum(frame: &[u8]) -> u64 {
     crc64([&frame[..16], &frame[24..]])
 }
 
-/// Returns true if a frame is whole but for its format: damage of the format's bytes is damage, and no newer format.
+/// Returns true if a frame is whole but for its format. Then the format's bytes are damaged, and not of a newer
+/// version.
 fn is_whole_in_a_known_format(frame: &[u8]) -> bool {
     (FORMAT..=MOVED).any(|format| {
         let frame = [&frame[..8], &format.to_le_bytes(), &frame[12..]].concat();
@@ -102,7 +104,7 @@ pub(super) fn decode<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
     let is_whole = |frame: &[u8]| frame[16..24] == checksum(frame).to_le_bytes();
     match frame {
         Some(frame) if is_whole(frame) && (FORMAT..=MOVED).contains(&format) => {}
-        // Only magic and format are the same in every format.
+        // Later formats keep only magic and format in place.
         _ if format > MOVED && !frame.is_some_and(is_whole_in_a_known_format) => {
             return Found::Refused(newer("record", format, MOVED));
         }

@@ -1,5 +1,5 @@
-//! A shard's state as a tier holds it: master weights and moments as arrays of bytes, block after block. A
-//! frozen shard has one array: its weights as workers pull them.
+//! A shard's state in a tier: master weights and moments as arrays of bytes, block after block. A frozen shard has one
+//! array, its weights as workers pull them.
 
 use longshore_proto::{
     Dtype, Formats, JobSpec, Layout, MasterFormat, Rule, ShardId, StateArray, StateFormat,
@@ -15,9 +15,8 @@ const ARRAYS: usize = 3;
 
 /// Layout of a shard's arrays. All trained shards of a job have the same layout, and so have all frozen ones.
 ///
-/// An array is its blocks one after the other, all of one length. So code that moves, copies or checksums
-/// state needs no knowledge of formats. Elements are little-endian; a block of 8-bit moments is the codes of
-/// its elements, then their scales.
+/// All blocks of an array have one length, so code that moves, copies or checksums state needs no knowledge of formats.
+/// Elements are little-endian. A block of 8-bit moments is the codes of its elements, then their scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     formats: Formats,
@@ -38,7 +37,7 @@ pub struct StateMut<'a> {
 pub struct StateRef<'a> {
     shape: Shape,
     pub arrays: [&'a [u8]; ARRAYS],
-    /// Finds blocks that differ from their checksums. None where the tier compares blocks as it reads them.
+    /// Comparison of blocks with their checksums. None where the tier compares blocks as it reads them.
     guard: Option<&'a dyn Guard>,
 }
 
@@ -86,14 +85,13 @@ impl Shape {
 pub enum Turn {
     /// Update the block, then hand this number to [`Guard::end`].
     Go(usize),
-    /// Leave the block alone: it was updated to this version before the server died.
+    /// Leave the block alone: an earlier process has updated it to this version.
     Done,
     /// Leave the block alone: its bytes differ from the written ones.
     Damaged,
 }
 
-/// A tier's hooks around the update of each block. The updating thread calls them while the block is in its
-/// cache.
+/// A tier's hooks around the update of each block. The updating thread calls them while its cache has the block.
 pub trait Guard: Sync {
     fn begin(&self, block: usize, state: StateRef<'_>) -> Turn;
 

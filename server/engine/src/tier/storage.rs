@@ -6,8 +6,7 @@ use longshore_proto::{Fault, JobSpec, Layout, Placement, ServerId, ShardId, Vers
 
 use crate::io::{Drives, Engine, Metered, OpenDisk, OpenFile};
 
-/// Number of buffers: one is being updated, two are being written and three are being read. More did not make
-/// a step faster.
+/// Number of buffers: one in the update, two in writing and three in reading. More did not make a step faster.
 pub const DEFAULT_BUFFERS: usize = 6;
 
 /// A server's settings for jobs whose tier outlives it.
@@ -29,14 +28,13 @@ pub struct Storage {
     /// Number of shards of an `nvme` job that are read, updated or written at once.
     pub buffers: usize,
     pub spill: Spill,
-    /// Newest version that may be recovered. Set when the server's peers have lost a version that it still
-    /// has.
+    /// Newest version that may be recovered. Set when the server's peers have lost a newer one.
     pub at_most: Option<Version>,
     /// Owner of the job that is opened, kept with the job.
     pub owner: Option<String>,
 }
 
-/// The job and the shards that a tier is opened for, and where they are kept if the tier outlives the process.
+/// Inputs of a tier's opening: the job, its shards here, and the storage.
 pub struct Inputs<'a> {
     pub spec: &'a JobSpec,
     pub layout: &'a Layout,
@@ -64,9 +62,8 @@ pub struct StoreNeed {
 pub enum Spill {
     #[default]
     State,
-    /// The images of all jobs too, and the gradients that are not lent. DRAM holds the newest images, and pulls read
-    /// the others from the drives. Each chunk is written to the drives on arrival, and each sum of ranks and
-    /// micro-steps once it is formed. Updates read both back.
+    /// Images too, and gradients that are not lent. DRAM holds the newest images, and pulls read the others from the
+    /// drives. Chunks are written to the drives on arrival, and sums once they are formed. Updates read both back.
     All,
 }
 

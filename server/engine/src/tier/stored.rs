@@ -1,5 +1,6 @@
-//! The jobs that earlier processes of a server have kept in its state directories, and their removal: all of a
-//! store or none, however it is interrupted. Work that an earlier process began is finished here too.
+//! The jobs that earlier processes of a server have kept in its state directories, and the removal of stores. An
+//! interrupted creation or removal is finished by the next process. The server calls this when it starts, opens or
+//! deletes a job.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -84,8 +85,8 @@ impl Grave {
     }
 }
 
-/// Removes folders of one store with all their files. The first rename already deletes the store:
-/// [`finish_job`] does the rest after an interruption.
+/// Removes folders of one store with all their files. The first rename already deletes the store; after an interruption
+/// [`finish_job`] does the rest.
 pub(super) fn remove_all(folders: &[PathBuf]) -> Result<(), Fault> {
     let store = folders.iter().find_map(|folder| Header::read(folder).ok().flatten());
     let store = store.map_or_else(Header::unique_store, |header| header.store);
@@ -93,7 +94,7 @@ pub(super) fn remove_all(folders: &[PathBuf]) -> Result<(), Fault> {
     graves.iter().try_for_each(|grave| remove(grave))
 }
 
-/// Renames a folder, so that it belongs to no job any more.
+/// Renames a folder, which then belongs to no job.
 fn bury(folder: &Path, store: u64) -> Result<PathBuf, Fault> {
     let grave = beside(folder, &format!("{DELETED}{store:016x}-"));
     let buried = fs::rename(folder, &grave).and_then(|()| folder.parent().map_or(Ok(()), sync));

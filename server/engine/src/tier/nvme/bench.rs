@@ -1,4 +1,4 @@
-//! Comparison of the pipeline with the device: a bare loop of the same reads and writes, then steps of a
+//! Comparison of the pipeline with the device, for `longshore bench`: a bare loop of reads and writes, and steps of a
 //! store.
 
 use std::{
@@ -62,8 +62,8 @@ impl StorageMeasurement {
     }
 }
 
-/// A store that is measured. Its update, on the pool's threads, reads and writes every byte of the state once, as the
-/// cheapest rule would.
+/// A measured store. An update, on the pool's threads, reads and writes every byte of the state once, as the cheapest
+/// rule would.
 struct BenchStore {
     spec: JobSpec,
     storage: Storage,
@@ -182,7 +182,7 @@ fn touch(state: &mut State<'_>) {
     }
 }
 
-/// Reads a slot of every spilled shard, and writes the other slot of all shards. As many are under way at once as the
+/// Reads a slot of every spilled shard, and writes the other slot of all shards, with as many transfers at once as the
 /// store has buffers. A step moves the same bytes, with updates in between.
 fn raw(tier: &NvmeTier, storage: &Storage) -> Result<(f64, u64), Fault> {
     let plan = tier.plan();

@@ -1,5 +1,5 @@
-//! Debts of the drives: requests without an answer, and the time since the last answer. Waits for other
-//! threads do not count.
+//! Debts of the drives: requests without an answer, and the time since the last answer. The pager keeps them under its
+//! lock.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ pub(super) struct Debts {
 #[derive(Clone, Copy)]
 struct Debt {
     requests: usize,
-    /// Time of its last answer, or of its first request after it owed nothing.
+    /// Time of the last answer, or of the first request after all were answered.
     since: Instant,
 }
 

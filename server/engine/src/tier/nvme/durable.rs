@@ -1,5 +1,5 @@
-//! Makes a version durable: tables, flush, records, flush. A thread of its own does so, and updates go on
-//! meanwhile.
+//! The version writer, which makes a version durable: tables, flush, records, flush. A thread of its own runs it, and
+//! updates go on meanwhile.
 
 use std::{
     sync::{
@@ -33,8 +33,7 @@ use crate::{
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct StoredRecord {
     pub(super) store: u64,
-    /// Number that rises each time the store is opened. If two records have one version, the later process's
-    /// counts.
+    /// Number of the opening of the store. Of two records with one version, the later opening's counts.
     pub(super) epoch: u64,
     pub(super) slots: Slots,
     /// By file.
@@ -108,13 +107,12 @@ impl Drop for WriterThread {
 }
 
 impl VersionWriter {
-    /// Makes a version durable whose shards are written or being written. An error fails the store. The
-    /// `first` version may bring an older image. A later version leaves the older image's table alone, which
-    /// belongs to a durable version. A skipped step leaves all tables alone, since its version lies where the
-    /// one before does.
+    /// Makes a version durable whose shards are written or being written. An error fails the store. Only the `first`
+    /// version may bring an older image with its table. A skipped step leaves all tables alone, since its version has
+    /// the slots of the version before.
     pub(super) fn make_durable(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
         let skipped = !first && record.is_skipped();
-        // A step that is skipped writes no state, but for shards that were fetched for it.
+        // A skipped step writes no state, but for shards that were fetched for it.
         let written = self.pager.write_fetched(record, slots).and_then(|fetched| {
             self.pager.wait_for_writes()?;
             match skipped {
@@ -133,8 +131,8 @@ impl VersionWriter {
         })
     }
 
-    /// Makes another placement of the durable version durable. The record names shards that were fetched since apart, so
-    /// no table of the version changes. A server that had no older image gets its first table of those.
+    /// Makes another placement of the durable version durable. The record names shards that were fetched since as
+    /// apart, so no table of the version changes. A server without an older image before gets that table.
     pub(super) fn place(&self, record: &Record, slots: Slots) -> Result<(), Fault> {
         self.pager.write_fetched(record, slots)?;
         self.pager.wait_for_writes()?;
@@ -148,8 +146,8 @@ impl VersionWriter {
         self.publish(record, slots, true)
     }
 
-    /// Writes the record of a version whose slots and tables are written and flushed. With `again` it
-    /// overwrites its own record, one copy after the other, so that at any instant one is whole.
+    /// Writes the record of a version whose slots and tables are written and flushed. With `again` the record
+    /// overwrites itself, one copy after the other, so that at any instant one is whole.
     pub(super) fn publish(&self, record: &Record, slots: Slots, again: bool) -> Result<(), Fault> {
         let roots = (0..self.pager.disks.len()).map(|file| self.roots(file, slots)).collect();
         let stored = StoredRecord {
@@ -249,7 +247,7 @@ impl VersionWriter {
         checksums.flat_map(|checksum| checksum.load(Ordering::Relaxed).to_le_bytes()).collect()
     }
 
-    /// The checksums of a version's tables as they were written. A shard that is fetched meanwhile changes none.
+    /// The checksums of a version's tables as written. A shard that is fetched meanwhile does not change them.
     fn roots(&self, file: usize, slots: Slots) -> Roots {
         let Tables { state, image } = lock(&self.tables)[file];
         let is_stored = self.pager.plan.images;

@@ -26,8 +26,8 @@ use crate::{
 
 const GRADIENT_FILE: &str = "gradients";
 
-/// Gradient files, one in each state directory. A file has no name once it is open: gradients die with the
-/// process, as in DRAM, and workers send them again. The kernel frees the space however the process ends.
+/// Gradient files, one in each state directory. An open file has no name, so the kernel frees its space however the
+/// process ends. Workers send gradients again.
 ///
 /// ```text
 /// shard, shard, ...     each: [gradient slot 0: contributor 0, contributor 1, ..., sum] [gradient slot 1: ...]
@@ -56,7 +56,7 @@ struct GradientExtent {
 }
 
 impl GradientPlan {
-    /// `held` are the shards at opening. Their gradients come first in the plan.
+    /// Gradients of `held`, the shards at opening, come first in the plan.
     fn new(spec: &JobSpec, layout: &Layout, held: &[ShardId], files: usize) -> GradientPlan {
         let mut plan =
             GradientPlan { shards: Vec::new(), files: vec![0; files], wire: spec.gradient_dtype.bytes() };

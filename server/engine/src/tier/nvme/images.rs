@@ -1,5 +1,5 @@
-//! Images on the drives. Whole ones are read at the start of a job and at recovery. Workers pull parts of
-//! spilled images and of frozen weights.
+//! Images on the drives. Loads and recovery move whole images. Pulls read parts of spilled images and of frozen
+//! weights, on their own threads.
 
 use std::{
     ops::Range,
@@ -43,8 +43,7 @@ impl NvmeTier {
         slot.filter(|_| kept).map(part)
     }
 
-    /// The first block of an image, from block `first` on, that differs from its checksum, and the checksum that it
-    /// has.
+    /// The first block of an image, from block `first` on, that differs from its checksum, and its actual checksum.
     fn damaged_block(
         &self,
         owned: OwnedShard,
@@ -56,7 +55,7 @@ impl NvmeTier {
         self.differing(checksums, image).map(|(block, found)| (first + block, found))
     }
 
-    /// The first block that differs from its checksum, and the checksum that it has.
+    /// The first block that differs from its checksum, and its actual checksum.
     fn differing(&self, checksums: &[AtomicU64], bytes: &[u8]) -> Option<(usize, u64)> {
         let mut blocks = bytes.chunks(self.plan().image_block).zip(checksums).enumerate();
         blocks.find_map(|(block, (bytes, checksum))| {
@@ -215,8 +214,7 @@ impl ImageStore for NvmeTier {
                 true => None,
                 false => self.damaged_block(owned, slot as usize, first, whole),
             };
-            // The slot is looked up again. A newer version may have taken it since it was read, if nobody
-            // needs this one any more.
+            // The slot is looked up again: a newer version may have taken it since the read.
             if self.pager.lock().image_slot(version) != Some(slot) {
                 return Ok(false);
             }
@@ -253,7 +251,7 @@ fn parts_of(bytes: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> 
     })
 }
 
-/// Allocates a buffer of a part, which no job's admission counts.
+/// Allocates a buffer of a part, outside the server's budget.
 fn one_buffer(bytes: usize) -> Result<Region, Fault> {
     let slab = Slab::allocate(bytes).map_err(|error| internal(error, "allocated"))?;
     Ok(slab.carve_here(&[bytes]).remove(0))

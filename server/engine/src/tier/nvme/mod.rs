@@ -1,21 +1,19 @@
-//! The `nvme` tier: state on local disks, with two slots a shard, and every version durable before the next
-//! is decided.
+//! The `nvme` tier: state on local disks, with two slots a shard. Every version is durable before the next is decided.
 //!
-//! All state is rewritten in every step anyway, so keeping the version before costs space and no bandwidth.
-//! See [`plan::StorePlan`] for the format and why its order survives a crash at any instant.
+//! Every step rewrites all state anyway, so the version before costs space and no bandwidth. [`plan::StorePlan`] has
+//! the format, and the reason why a crash at any instant is survived.
 //!
-//! **Verification.** Each block's checksum is compared whenever the block has been read, before it is used.
-//! Recovery of a store reads every block of the version that it takes. If one is damaged, the version before
-//! can still be taken, and later it cannot.
+//! **Verification.** A block's checksum is compared after each read, before the block is used. Recovery reads every
+//! block of its version: only then can the version before still be taken if a block is damaged.
 //!
 //! **Residency.** A fixed share of the shards stays in DRAM, spread evenly: reads of the others hide behind their
-//! updates. An LRU under cyclic access would hit nothing. Resident shards are still written, or
-//! their versions would be lost with the process. With a share r resident a step moves (2 - r) times the
-//! state. Logged gradients could make them durable for a sixth of the writes, and a replay of several steps
-//! at recovery. Writes are twice as fast as reads on the devices measured, so that was left out.
+//! updates. An LRU under cyclic access would have no hits. Resident shards are still written, so that their versions
+//! outlive the process. With a share r resident a step moves (2 - r) times the state. Logged gradients would take a
+//! sixth of these writes, and a replay of several steps at recovery. Writes are twice as fast as reads on the measured
+//! devices, so gradients are not logged.
 //!
-//! **Failure.** The first failed read, write or flush fails the store for good. Nothing is retried: after a
-//! failed flush the kernel reports success for pages that it has dropped.
+//! **Failure.** The first failed read, write or flush fails the store for good. A retry would lie: after a failed flush
+//! the kernel reports success for pages that it has dropped.
 
 mod bench;
 mod debts;
@@ -132,8 +130,8 @@ impl NvmeTier {
         self.pager.fail(damaged(path, what, found, expected, remedy(self.whole_previous())))
     }
 
-    /// Returns the version before the one being recovered, if every byte of it is as it was written. Called
-    /// only once a block of the newer version turned out damaged.
+    /// Returns the version before the recovered one, if every byte is as written. Called once a block of the newer
+    /// version is damaged.
     fn whole_previous(&self) -> Option<Version> {
         let previous = lock(&self.recovery).as_ref()?.previous?;
         self.pager.quiesce();
@@ -147,8 +145,7 @@ impl NvmeTier {
         (0..self.pager.disks.len()).all(check).then_some(previous)
     }
 
-    /// Reads bytes of an array from a drive. None if the shard does not lie there alone, or if a block differs from its
-    /// checksum.
+    /// Reads bytes of an array from a drive. None if memory has the shard, or if a block differs from its checksum.
     fn part_at_rest(&self, owned: OwnedShard, array: usize, bytes: Range<usize>) -> Option<Vec<u8>> {
         let slot = self.pager.state_at_rest(owned)?;
         let place = &self.plan().shards[owned.index()];
@@ -193,8 +190,8 @@ impl Tier for NvmeTier {
         }
         let mut held = self.pager.take(owned)?;
         let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned.index()].state_bytes];
-        // An earlier part of the load was written to make room, so it is verified. New parts have no
-        // checksums before they are written.
+        // An earlier part of the load was written to make room, and is verified. New parts have no checksums before
+        // their write.
         if !held.checked {
             self.verify(owned, bytes)?;
         }
@@ -398,7 +395,7 @@ impl WriteBehind for NvmeTier {
 
 impl Drop for NvmeTier {
     fn drop(&mut self) {
-        // The folders' locks must not be given up while the device still writes.
+        // The device must not write after the folders' locks are given up.
         self.pager.quiesce();
     }
 }

@@ -1,4 +1,4 @@
-//! Creation of a store, or recovery of the version to go on from.
+//! Creation of a store, or recovery of its newest version, on the thread that opens the job.
 
 use std::sync::{
     Arc, Mutex,
@@ -77,8 +77,8 @@ pub(in crate::tier) fn shard_space(spec: &JobSpec, layout: &Layout, shard: Shard
     plan::shard_space(spec, layout, shard, spilled) + gradients
 }
 
-/// Marks the resident shards among those that the store is made with: as many as fit, spread evenly, so that the disk
-/// is busy all through a step.
+/// Marks the resident shards among those that the store is made with. As many as fit, spread evenly, so that the disk
+/// is busy during all of a step.
 fn residents(plan: &StorePlan, storage: &Storage) -> Vec<bool> {
     let count = plan.opened().count() as u64;
     let total: usize = plan.opened().map(|place| place.bytes()).sum();
@@ -91,7 +91,7 @@ fn residents(plan: &StorePlan, storage: &Storage) -> Vec<bool> {
     plan.shards.iter().map(|place| place.opened && is_resident()).collect()
 }
 
-/// Number of buffers, for all shards that are not resident or may come.
+/// Number of buffers, at most one for each shard that is not resident.
 fn buffers(plan: &StorePlan, resident: &[bool], storage: &Storage) -> usize {
     let residents = resident.iter().filter(|resident| **resident).count();
     storage.buffers.max(1).min(plan.order.len() - residents)
@@ -203,8 +203,8 @@ impl NvmeTier {
         Ok(NvmeTier { writer_thread, writer, pager, recovery: Mutex::new(None), reads, ranks, folders })
     }
 
-    /// Returns the record to go on from, with its tables in place. None if the store was created and never
-    /// loaded to the end.
+    /// Returns the record of the recovered version, with its tables in place. None if the store was never loaded to the
+    /// end.
     fn find(&self, storage: &Storage) -> Result<Option<Record>, Fault> {
         let records = self.records()?;
         let Some(stored) = records.choose(storage.at_most)? else { return Ok(None) };
@@ -282,8 +282,8 @@ fn take(inputs: &Inputs<'_>) -> Result<Vec<Folder>, Fault> {
     Ok(folders)
 }
 
-/// Puts the folders into the order in which they were made, however the directories are named this time.
-/// Returns None if all are new.
+/// Puts the folders into the order of their creation, whatever the order of the directories now. Returns None if all
+/// are new.
 fn in_order(folders: &mut Vec<Folder>, wanted: &Header) -> Result<Option<Header>, Fault> {
     let read = |folder: &Folder| {
         if folder.is_new() {

@@ -1,4 +1,5 @@
-//! Shards on their way between disk and update: a bounded set of buffers, with reads ahead and writes behind.
+//! The pager: a bounded set of buffers between disks and updates, with reads ahead and writes behind. The compute
+//! thread takes shards, the disks' threads bring them, and the version writer waits for writes.
 
 mod moved;
 
@@ -46,7 +47,7 @@ pub(super) struct ShardPager {
 }
 
 pub(super) struct BlockChecksums {
-    /// Checksums of the state as last updated, wherever the state lies now.
+    /// Checksums of the state as last updated, in memory or on disk.
     pub(super) state: Vec<AtomicU64>,
     /// Checksums of the images, by image slot. A frozen shard has zeros, so that a table has a row for each
     /// block.
@@ -73,17 +74,17 @@ pub(super) struct PagerState {
 
 struct Entry {
     holding: Holding,
-    /// The slot that holds its state on disk.
+    /// The slot of the shard's state on disk.
     slot: u8,
-    /// The shard was never loaded: its state is zeros, and nothing is on disk.
+    /// The shard was never loaded: its state is zeros, without bytes on disk.
     blank: bool,
-    /// The table of its slot has its checksums. False for a shard that was fetched and not updated since.
+    /// The table of the slot has the shard's checksums. False for a shard that was fetched and not updated since.
     tabled: bool,
-    /// A record names its slot.
+    /// A record names the slot.
     named: bool,
     /// Version at which the shard was released here, until its space is given back.
     released_at: Option<Version>,
-    /// Slots of images that were fetched, as bits: the slots' tables do not have their checksums.
+    /// Slots of fetched images, as bits. The slots' tables do not have their checksums.
     fetched_images: u8,
     /// Time of the last use; larger is later.
     used: u64,
@@ -98,7 +99,7 @@ enum Holding {
     Writing,
 }
 
-/// A shard's bytes in memory, which `take` gives out. `keep` or `write` takes them back.
+/// A shard's bytes in memory. `take` gives them out, and `keep` or `write` takes them back.
 pub(super) struct Held {
     pub(super) region: Region,
     /// The bytes were compared with their checksums since they were read.
@@ -177,8 +178,8 @@ impl ShardPager {
         self.resident[owned.index()]
     }
 
-    /// Waits for a change. A drive that owes an answer for too long fails the store; a thread that holds a
-    /// shard does not.
+    /// Waits for a change. A drive that owes an answer for too long fails the store. A thread may hold a shard for any
+    /// time.
     fn wait<'a>(&self, state: MutexGuard<'a, PagerState>) -> MutexGuard<'a, PagerState> {
         let patience = state.debts.patience(Instant::now());
         let waited = self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
@@ -297,7 +298,7 @@ impl ShardPager {
         if held.dirty || self.resident[owned.index()] || soon {
             let entry = &mut state.entries[owned.index()];
             if held.dirty {
-                // The slot of a shard that returns may have its last state here, which a record still names.
+                // A record may still name the slot of a shard that returns.
                 entry.slot = (entry.slot + u8::from(entry.named)) % STATE_SLOTS;
                 (entry.blank, entry.tabled, entry.named) = (false, false, false);
             }
@@ -310,8 +311,8 @@ impl ShardPager {
         self.changed.notify_all();
     }
 
-    /// Begins with every shard in this slot, as in a recovered store, but for those that lie apart. Their checksums are
-    /// known by now. The resident shards are read first of all.
+    /// Begins with every shard in this slot, as in a recovered store, except for shards that lie apart. All checksums
+    /// are known. The resident shards are read first.
     pub(super) fn recovered(
         self: &Arc<Self>,
         slots: Slots,
@@ -358,8 +359,8 @@ impl ShardPager {
         self.lock().skipping = skip;
     }
 
-    /// Returns the slot of a shard's image of a version that the shard has, once all of it is on disk there.
-    /// None if it is not there any more.
+    /// Returns the slot of a shard's image of a version, once the image is whole on disk. None if it is no longer
+    /// there.
     pub(super) fn stored_image(&self, owned: OwnedShard, version: Version) -> Result<Option<u8>, Fault> {
         let mut slot = None;
         self.until(|state| {
@@ -377,7 +378,7 @@ impl ShardPager {
         at_rest.then_some(entry.slot)
     }
 
-    /// Returns [`ShardPager::stored_image`] without waiting. None also while the image is on its way there.
+    /// Returns [`ShardPager::stored_image`] without waiting: also None during the image's write.
     pub(super) fn image_at_rest(&self, owned: OwnedShard, version: Version) -> Option<u8> {
         let state = self.lock();
         let at_rest = !matches!(state.entries[owned.index()].holding, Holding::Writing);
@@ -394,8 +395,8 @@ impl ShardPager {
         if state.writing > 0 {
             return Ok(None);
         }
-        // All buffers hold prefetched shards: the shard needed last is evicted. Before the start buffers hold
-        // loaded shards: the least recently used one is evicted, once it is written.
+        // During training, buffers hold prefetched shards: the one needed last is evicted. Before the start, buffers
+        // hold loaded shards: the least recently used one is written, then evicted.
         let count = state.entries.len();
         let distance = |owned: OwnedShard| (owned.index() + count - state.next.index()) % count;
         let ready = |owned: &OwnedShard| {
@@ -462,7 +463,8 @@ impl ShardPager {
         }
     }
 
-    /// The shards that updates take from the drives, from the next one on in forward order. No update needs a frozen one.
+    /// The shards that updates take from the drives, in forward order from the next one on. No update needs a frozen
+    /// shard.
     fn in_turn<'a>(&'a self, state: &'a PagerState) -> impl Iterator<Item = OwnedShard> + 'a {
         let count = state.entries.len();
         let order = (0..count).map(move |step| OwnedShard((state.next.index() + step) % count));
@@ -559,7 +561,7 @@ impl ShardPager {
         Fault { value: format!("{} of {}", fault.value, place.shard), ..fault }
     }
 
-    /// Writes all loaded shards and waits for the writes. With `may_lack` shards may be blank, which other servers have.
+    /// Writes all loaded shards and waits for the writes. With `may_lack`, shards of other servers may be blank.
     pub(super) fn write_loaded(self: &Arc<Self>, may_lack: bool) -> Result<(), Fault> {
         for owned in OwnedShard::all(self.plan.shards.len()) {
             let mut state = self.lock();

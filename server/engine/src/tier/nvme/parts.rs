@@ -1,9 +1,7 @@
-//! The read window: parts of images and of frozen weights that pulls read from the drives. Some are read
-//! before a pull asks for them.
+//! The read window: parts of images and of frozen weights that pulls read from the drives, some ahead of the pull.
 //!
-//! A pull gives the order of its slices, so the next parts are read while a part is sent. A pull so reaches the speed
-//! of a drive with several requests. With one request at a time, each would take a drive's latency. Ranks that pull the
-//! same weights at about the same time share each read.
+//! A pull gives the order of its slices, so the next parts are read while a part is sent. One request at a time would
+//! take a drive's latency for each part. Ranks that pull the same weights at about the same time share each read.
 
 use std::{
     sync::{
@@ -24,13 +22,12 @@ use crate::{
 /// Length of a part: a chunk, the most that a pull sends at once. The last part of a shard may be shorter.
 /// Parts are whole blocks, since a block has one checksum.
 pub(super) const PART_BYTES: usize = CHUNK_BYTES;
-/// Most parts in memory. A rank has two pulls under way, and each is near its best with four reads ahead. The
-/// other four are being sent, or are there for another rank.
+/// Most parts in memory. A rank has two pulls at once, each near its best with four reads ahead. The other four are
+/// being sent, or wait for another rank.
 const PARTS: usize = 12;
 /// Interval at which a waiting reader checks that the store has not failed.
 const LOOK: Duration = Duration::from_millis(200);
-/// An unused prefetch is given up after this many requests a place. Its pull has ended then, or its version
-/// is gone.
+/// An unused prefetch is given up after this many requests a place: its pull has ended, or the version is gone.
 const PATIENCE: u64 = 4;
 
 /// Data of a shard that pulls read from a drive.
@@ -94,8 +91,7 @@ impl ReadWindow {
         parts.min(PARTS) * PART_BYTES
     }
 
-    /// Waits for a part. `fetch` begins a read, if there must be one. `failure` returns the fault that makes
-    /// the wait hopeless.
+    /// Waits for a part. `fetch` begins a read, if needed. `failure` returns the fault that makes the wait hopeless.
     pub(super) fn take(
         &self,
         part: PartOf,
@@ -219,7 +215,7 @@ struct Place {
     reading: bool,
     /// Number of readers. A place with users is not evicted.
     users: usize,
-    /// The part was read ahead, and nobody has asked for it yet.
+    /// The part was read ahead, and has yet to be pulled.
     expected: bool,
     /// Time of the last request or prefetch, by the clock.
     used: u64,

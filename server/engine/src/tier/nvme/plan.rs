@@ -1,5 +1,4 @@
-//! Place of every byte of an `nvme` store: the shards over the directories, each directory's file, and the slots
-//! of a version.
+//! Place of every byte of an `nvme` store: shards over directories, each directory's file, and the slots of a version.
 
 use std::ops::Range;
 
@@ -19,15 +18,15 @@ use crate::{ids::OwnedShard, io::Part};
 
 /// Number of slots of a shard's state. An update writes the slot that does not hold the last durable version.
 pub(super) const STATE_SLOTS: u8 = 2;
-/// Number of slots of an image. The version being made takes one. Workers may be pulling the other two, or
-/// need them after a crash of a delayed job.
+/// Number of slots of an image. The next version takes one. Workers pull the other two, or need them after a crash of a
+/// delayed job.
 pub(super) const IMAGE_SLOTS: u8 = 3;
 /// Copies of each record in a directory, by version parity: one damaged sector must not cost a version.
 pub(super) const RECORD_COPIES: usize = 2;
 
-/// Layout of a directory's file, `data`. Every shard of the job has a place in one of the files. Those that the store is
-/// made with come first, and their space is reserved then. The other places are holes until their shards come. Offsets
-/// are multiples of 4 KiB.
+/// Layout of a directory's file, `data`. Every shard of the job has a place in one of the files. The first places are
+/// of the shards that the store is made with, whose space is reserved then. The other places are holes until their
+/// shards come. Offsets are multiples of 4 KiB.
 ///
 /// ```text
 /// records      [version parity 0: copy, copy] [version parity 1: copy, copy]     4 MiB each, framed (tier/record.rs)
@@ -37,18 +36,17 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// frozen       shard, shard, ...                                                 no slots: no step writes them
 /// ```
 ///
-/// A shard's state is its master weights, its first moments and its second moments, then padding to a whole
-/// sector. A frozen shard has its weights instead. Each is a sequence of blocks ([`Shape`]), and an array
-/// that the job does not have takes no bytes. A block's checksum covers its part of all of these, in this
-/// order. Checksums lie outside the slots they belong to, so that a lost or misplaced write shows. A table's
-/// own checksum lies in the record.
+/// A shard's state is its master weights, first and second moments, then padding to a whole sector. A frozen shard has
+/// its weights instead. Each array is a sequence of blocks ([`Shape`]); an array that the job lacks takes no bytes. A
+/// block's checksum covers its part of all arrays, in this order. Checksums lie outside their slots, so that a lost or
+/// misplaced write shows. A table's own checksum lies in the record.
 ///
-/// **Why this order.** A step that updates first writes all shards' state (and images) into the slots that
-/// the last durable version does not use. Then follow their tables, a flush of every file, the record twice
-/// in each file, and another flush. Until the record is there the last durable version is untouched: its
-/// slots, tables and record are other ones. A skipped step writes a record alone, which names the same slots.
-/// The record also has digests of shards that were fetched meanwhile ([`Apart`]). The record overwrites the record
-/// of two versions back, so that at any instant the last durable one is whole. The next step is not decided before that.
+/// **Why this order.** A step first writes all shards' state and images into slots that the last durable version does
+/// not use. Then follow their tables, a flush of every file, the record twice in each file, and another flush. Until
+/// then the last durable version is untouched, since it has other slots, tables and records. The record overwrites the
+/// one of two versions back, so that at any instant the last durable one is whole. The next step is decided only then.
+/// A skipped step writes only a record, which names the same slots. The record also has digests of shards that were
+/// fetched meanwhile ([`Apart`]).
 ///
 /// Slots of one parity lie together, so that a step reads one sequential run and writes another.
 #[derive(Clone, Debug)]
@@ -71,7 +69,7 @@ pub(super) struct ShardExtent {
     pub(super) shard: ShardId,
     /// The store was made with the shard.
     pub(super) opened: bool,
-    /// Its position in [`StorePlan::order`]. None in a store of format 1 that was made without the shard.
+    /// Position in [`StorePlan::order`]. None in a store of format 1 that was made without the shard.
     pub(super) position: Option<usize>,
     pub(super) file: usize,
     pub(super) elements: usize,
@@ -81,7 +79,7 @@ pub(super) struct ShardExtent {
     pub(super) state_bytes: usize,
     /// 0 unless images are stored.
     pub(super) image_bytes: usize,
-    /// Its offset inside a slot of the file, or among the frozen shards of the file.
+    /// Offset in a slot of the file, or among the file's frozen shards.
     state_at: u64,
     image_at: u64,
 }
@@ -189,7 +187,7 @@ impl StorePlan {
         parts.map(|part| part.offset..part.offset + part.range.len() as u64).collect()
     }
 
-    /// The parts of a file that the store is made with, in order and joined: records and tables, and its shards.
+    /// The parts of a file that the store is made with, in order and joined: records, tables and shards.
     pub(super) fn space_at_first(&self, file: usize) -> Vec<Range<u64>> {
         let owned = self.files[file].owned.iter();
         let opened = owned.filter(|owned| self.shards[owned.index()].opened);
@@ -211,8 +209,7 @@ impl StorePlan {
         self.shards.iter().map(ShardExtent::bytes).max().unwrap_or(0)
     }
 
-    /// Returns the bytes that pulls may read of a shard: its image or its frozen weights. 0 if pulls read
-    /// nothing.
+    /// Returns the bytes of a shard that pulls may read: its image or frozen weights. 0 if pulls read no bytes.
     pub(super) fn pulled_bytes(&self, owned: OwnedShard) -> usize {
         let place = &self.shards[owned.index()];
         match place.frozen {
@@ -334,18 +331,19 @@ pub(super) struct Slots {
     pub(super) older_image: Option<u8>,
 }
 
-/// A shard that the tables of a version's slots do not cover, since this server did not make its state and both images. A job
-/// that moves without ranks has thousands in one record, so that their checksums have no room there: 1 kB a shard. A server
-/// that starts again makes them anew from the drive.
+/// A shard that no table of a version covers, since this server fetched its state or an image. A job that moves without
+/// ranks has thousands in one record, so a digest stands for a shard's checksums, which take 1 kB. A server that starts
+/// again computes them from the drive.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Apart {
-    /// Its position in [`StorePlan::order`].
+    /// Position in [`StorePlan::order`].
     pub(super) owned: usize,
-    /// The slot of its state. None: another server has the shard.
+    /// The slot of the state. None if another server has the shard.
     pub(super) slot: Option<u8>,
     /// Digest of the state's checksums.
     pub(super) checksums: Digest,
-    /// Slots of its images of this version and the one before, as far as they are here, and digests of their checksums.
+    /// Slots of the images of this version and the one before, as far as they are here, with digests of their
+    /// checksums.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) images: Vec<(u8, Digest)>,
 }
@@ -393,15 +391,14 @@ impl From<Digested> for Digest {
 }
 
 impl Slots {
-    /// The slots for the version that an update makes. Nothing is overwritten that this version or the image
-    /// before it needs.
+    /// The slots for the version that an update makes: none that this version or the image before needs.
     pub(super) fn updated(&self) -> Slots {
         let taken = |slot: u8| slot == self.image || Some(slot) == self.older_image;
         let image = (0..).find(|&slot| !taken(slot)).unwrap_or_default();
         Slots { state: (self.state + 1) % STATE_SLOTS, image, older_image: Some(self.image) }
     }
 
-    /// Slots of the images that are kept with a version: its own, and that of the version before.
+    /// Slots of the images that are kept with a version: the version's, and the one before's.
     pub(super) fn images(&self, version: Version) -> impl Iterator<Item = (Version, u8)> {
         let older = version.0.checked_sub(1).map(Version).zip(self.older_image);
         [(version, self.image)].into_iter().chain(older)

@@ -1,5 +1,5 @@
-//! Record of the joined processes, kept beside the state. The record keeps a replaced process fenced after a
-//! restart.
+//! Record of the joined processes, beside the state: a replaced process stays fenced after a restart. Joins write it on
+//! their calls' threads.
 
 use std::{
     path::Path,
@@ -23,8 +23,8 @@ use crate::{
     record::Joined,
 };
 
-/// Number of tables in the file, by parity of the write. So the table before is whole whatever happens to
-/// this one. Each has two copies, so that a damaged sector costs nothing.
+/// Number of tables in the file, by parity of the write, so that a torn write leaves the table before whole. Each has
+/// two copies against damaged sectors.
 const PARITIES: u64 = 2;
 const COPIES: u64 = 2;
 /// Most bytes that a rank's numbers take as JSON.
@@ -41,7 +41,7 @@ pub(super) struct Ranks {
     area: usize,
     buffer: Mutex<Option<Region>>,
     table: Mutex<Table>,
-    /// Lock of the single writer. A process that waited for it finds its own rank written with the others.
+    /// Lock of the writer. A caller that waited finds its own rank written with the others.
     writing: Mutex<()>,
 }
 
@@ -59,7 +59,7 @@ struct StoredRanks {
     store: u64,
     /// Number of the table, which rises with each write.
     generation: u64,
-    /// The incarnation, the version at which it joined, and true if it has only fenced.
+    /// The incarnation, the version at its join, and true if the process has only fenced.
     ranks: Vec<Option<(Incarnation, Version, bool)>>,
     /// The number of ranks that take part, if fewer than the spec's world size; else 0.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -129,8 +129,8 @@ impl Ranks {
             return Ok(());
         }
         match broken {
-            // With one parity alone this was the first table, torn as it was written. Nobody was told that
-            // the rank had joined.
+            // With a single parity this was the first table, torn during its write. No rank was told that it had
+            // joined.
             Some(why) if written.iter().all(|&written| written) => {
                 let value = format!("{} ({why})", self.disk.path().display());
                 let remedy =

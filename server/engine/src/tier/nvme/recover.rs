@@ -1,4 +1,4 @@
-//! Recovery of a store: its records, the newest version that may be taken, and that version's tables.
+//! Recovery of a store: its records, the newest permitted version, and that version's tables.
 
 use std::{collections::BTreeMap, sync::Mutex};
 
@@ -76,7 +76,7 @@ impl Records {
         Ok(())
     }
 
-    /// Returns the record to go on from. None if nothing was ever made durable.
+    /// Returns the newest permitted record. None if no version was ever durable.
     pub(super) fn choose(&self, at_most: Option<Version>) -> Result<Option<&StoredRecord>, Fault> {
         let newest = self.valid.iter().rfind(|(version, _)| at_most.is_none_or(|most| **version <= most));
         if let Some((_, record)) = newest {
@@ -113,7 +113,7 @@ fn read_record(
     Ok(decode(&get(disk, meta, offset, (length + SECTOR).next_multiple_of(SECTOR).min(RECORD_BYTES))?))
 }
 
-/// The block checksums of one file's slot, after a comparison with the table's own checksum in the record.
+/// The block checksums of one file's slot, verified by the table's own checksum in the record.
 pub(super) fn read_table(
     disk: &dyn Disk,
     meta: &Mutex<Option<Region>>,
@@ -135,7 +135,7 @@ pub(super) fn read_table(
     Ok(words.collect())
 }
 
-/// Reads of single blocks of one file, whose checksums are made anew.
+/// Reads of single blocks of one file, whose checksums are computed.
 #[derive(Clone, Copy)]
 pub(super) struct Blocks<'a> {
     pub(super) plan: &'a StorePlan,
@@ -176,8 +176,7 @@ impl Blocks<'_> {
         Ok(Some(crc64([&*get(self.disk, self.meta, part.offset + (block * bytes) as u64, bytes)?])))
     }
 
-    /// Returns the checksums of a shard that lies apart, after a comparison with its digests: of its state, and of its images
-    /// by slot. None if another server has the shard.
+    /// Returns the checksums of a shard that lies apart, verified by its digests. None if another server has the shard.
     pub(super) fn apart(&self, owned: OwnedShard, apart: &Apart) -> Result<Option<ApartChecksums>, Fault> {
         let Some(slot) = apart.slot else { return Ok(None) };
         let place = &self.plan.shards[owned.index()];

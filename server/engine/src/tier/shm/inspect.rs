@@ -1,7 +1,6 @@
-//! Inspection of a job's folder in a tmpfs: would a server go on from it? Files, records and words are read
-//! as recovery reads them.
+//! Inspection of a job's folder in a tmpfs, with the reads and checks of a recovery.
 //!
-//! Blocks of the state are compared with their checksums, as a server does when it recovers them.
+//! Blocks of the state are compared with their checksums.
 
 use std::{
     fs::{self, File},

@@ -1,8 +1,7 @@
 //! The `shm` tier: the memory tier's arrays in files of a tmpfs, so that they outlive the process.
 //!
-//! A process can be killed at any instruction, and its stores until then stay. So an order of stores is
-//! enough, and a copy of each block while it is being changed. A tmpfs ends with its host; checkpoints
-//! protect against that.
+//! A killed process leaves all its stores until then. So an order of stores suffices, with a copy of each block during
+//! its change. A tmpfs ends with its host; checkpoints protect against that.
 
 mod inspect;
 mod open;
@@ -39,10 +38,10 @@ use crate::{
 };
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
-/// Most blocks in the middle of their update: one a thread. Further threads take turns.
+/// Most blocks in an update at once: one a thread. Further threads take turns.
 const UNDO_SLOTS: usize = 32;
-/// Number of words a shard has: the version begun, the version done and the oldest version that an image was
-/// made or loaded of. Two more hold, by parity, the step whose contributions are all summed.
+/// Number of words of a shard: the version begun, the version done, and the oldest version with an image here. Two more
+/// have, by parity, the step whose contributions are all summed.
 const SHARD_WORDS: usize = 5;
 /// Index of the first word of the summed steps.
 const SUMMED: usize = 3;
@@ -59,9 +58,8 @@ const WORLD_SIZE_SHIFT: u32 = 48;
 
 /// The job's arrays, and the order in which they are changed.
 ///
-/// Files, in the job's folder, mode 0600, native byte order (a tmpfs goes nowhere else). Every shard of the job has a
-/// place in them, which is a hole unless the shard is here. In format 1 only the shards that the files were made with
-/// have one.
+/// Files in the job's folder, mode 0600, native byte order (a tmpfs never changes hosts). Every shard of the job has a
+/// place in them, which is a hole unless the shard is here. In format 1 only the shards at creation have one.
 ///
 /// ```text
 /// header.json  whose folder it is (tier/folder.rs)
@@ -78,22 +76,21 @@ const WORLD_SIZE_SHIFT: u32 = 48;
 ///              4 words for each block: CRC-64 of its state and of its image, each by version parity; 0 where unknown
 /// ```
 ///
-/// **Deciding** a step writes its record over the record of two versions before, and only then is anyone
-/// told.
+/// **Deciding** a step writes its record over the record of two versions before. Callers hear of the decision only
+/// then.
 ///
-/// **Updating** a shard stores the version begun first and the version done last. For each block in between
-/// it stores a copy into an undo slot and the slot's words. Then follow the block in place, its checksums, the
-/// block's version, and the slot's words back to 0.
+/// **Updating** a shard stores the version begun first and the version done last. In between, each block is copied into
+/// an undo slot, then the slot's words are stored. Then follow the block in place, its checksums, its version, and the
+/// slot's words back to 0.
 ///
-/// **Recovery** puts back each block that an undo slot holds and whose version was not reached. The
-/// newest record is taken, and blocks that are not done yet are updated. A block whose version is reached is
-/// left: its update happened once. A shard whose version begun is not done has lost its older image, over
-/// which the new one was being written. A step that is summed and not decided stays summed: another server
-/// may know its decision. Perhaps nobody is left who could send the gradients again.
+/// **Recovery** puts back each block of an undo slot whose version was not reached. The newest record is taken, and the
+/// remaining blocks are updated. Blocks that reached their version stay. A shard whose version begun is not done has
+/// lost its older image, which the new one was overwriting. A step that is summed and undecided stays summed: another
+/// server may have the decision, and its gradients may be gone elsewhere.
 ///
-/// **Moving** a shard stores nothing but its words. The newest record's placement says which shards are this server's. A
-/// shard that comes is on its way until its version done is at least the one to be fetched, and is fetched again then.
-/// Words of a shard that has left are of no use to anyone.
+/// **Moving** a shard stores only its words. The newest record's placement names this server's shards. A shard whose
+/// version done is below the fetched version was being fetched, and is fetched again. Words of a shard that has left
+/// are ignored.
 pub(super) struct ShmTier {
     memory: MemoryTier,
     words: AtomicWords,
@@ -101,7 +98,7 @@ pub(super) struct ShmTier {
     settled: AtomicWords,
     sums: AtomicWords,
     records: Mutex<Region>,
-    /// Copies that no thread uses, with their slot.
+    /// Free undo regions, with their slot.
     undo: Mutex<Vec<(usize, Region)>>,
     undo_freed: Condvar,
     /// By slot, while it is in use.
@@ -125,7 +122,7 @@ impl ShmTier {
         self.blocks[owned.index()]..self.blocks[owned.next().index()]
     }
 
-    /// Runs `change` between the words that say that the shard's version is begun and done.
+    /// Runs `change` between the stores of the shard's version begun and version done.
     fn between(&self, owned: OwnedShard, version: Version, change: &mut dyn FnMut()) {
         let words = self.shard(owned);
         words[0].store(version.0, Ordering::SeqCst);
@@ -173,7 +170,7 @@ impl Tier for ShmTier {
         self.memory.release(owned);
     }
 
-    /// Until the version is stored as done, the next process fetches a shard of another server again.
+    /// Before the version is stored as done, a next process would fetch a moved shard again.
     fn seal(&self, owned: OwnedShard, version: Version, oldest: Version) -> Result<(), Fault> {
         let mut result = Ok(());
         self.between(owned, version, &mut || {
@@ -248,8 +245,8 @@ impl KeptMemory for ShmTier {
                 sums[parity].store(sums[state].load(Ordering::Relaxed), Ordering::Relaxed);
                 sums[IMAGE_SUM + parity]
                     .store(sums[IMAGE_SUM + image].load(Ordering::Relaxed), Ordering::Relaxed);
-                // A block's checksum is that of its version's parity: one left behind would be written over by the
-                // update after this step, before the block names that update.
+                // A block's checksum lies at its version's parity. Without the new version, the update after this step
+                // would overwrite the checksum before the block names that update.
                 fence(Ordering::SeqCst);
                 held.store(version.0, Ordering::SeqCst);
             }
@@ -286,8 +283,8 @@ impl Durable for ShmTier {
         self.write_note(record)
     }
 
-    /// Writes the record to both places, one after the other, so that at any instant one of them is whole. No shard needs
-    /// the record of the version before.
+    /// Writes the record to both places, one after the other, so that at any instant one is whole. No shard needs the
+    /// record of the version before.
     fn place(&self, record: &Record) -> Result<(), Fault> {
         self.write_record_at(record, record.version.next_step().version())?;
         self.write_record(record)
@@ -297,8 +294,7 @@ impl Durable for ShmTier {
         let summed = self.shards().flat_map(|owned| &self.shard(owned)[SUMMED..]);
         let words = summed.chain(self.settled.get());
         words.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
-        // A kill may leave the new version beside the incarnation before. The version is then too new, for a
-        // process that is being replaced.
+        // A kill in between leaves the new version beside the incarnation before, which is being replaced anyway.
         let world_size = u64::from(joined.world_size) << WORLD_SIZE_SHIFT;
         let at = world_size + 2 * joined.at.0 + u64::from(joined.fence_only);
         self.joined_at.get()[rank.index()].store(at, Ordering::SeqCst);

@@ -204,8 +204,8 @@ fn watch(folder: &Folder) -> Watch {
     Watch::over(std::iter::once(&*folder.path), &[HEADER_FILE, "state", "buffers", "progress"])
 }
 
-/// Refuses a folder that is not in a tmpfs. Each step would write the whole state to a disk, in no order that
-/// survives a power failure.
+/// Refuses a folder outside of a tmpfs. Each step would write the whole state to a disk, in an order that survives no
+/// power failure.
 fn check_tmpfs(dir: &Path) -> Result<(), Fault> {
     let found = rustix::fs::statfs(dir).map_err(|error| io("look at", dir)(error.into()))?;
     if found.f_type as i64 == TMPFS_MAGIC {

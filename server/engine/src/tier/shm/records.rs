@@ -65,8 +65,8 @@ fn newest_note(area: &[u8], version: Version) -> Result<Option<Note>, String> {
     Ok(newest)
 }
 
-/// Writes a frame over another one. Its magic is taken away first and set last. So a process that dies meanwhile
-/// leaves no frame, and a frame with magic and another checksum is damaged.
+/// Writes a frame over another one. The magic is cleared first and set last, so a process that dies meanwhile leaves no
+/// frame. A frame with magic and a wrong checksum is damaged.
 fn write_frame(area: &mut [u8], frame: &[u8]) {
     let (magic, rest) = area[..frame.len()].split_at_mut(MAGIC_BYTES);
     magic.fill(0);
@@ -85,7 +85,8 @@ impl ShmTier {
         self.write_record_at(record, record.version)
     }
 
-    /// Writes a record to the place of a version, with its standing. Notes there end: a version may be decided again.
+    /// Writes a record to the place of a version, with its standing. Old notes are cleared: a version may be decided
+    /// again.
     pub(super) fn write_record_at(&self, record: &Record, place: Version) -> Result<(), Fault> {
         let frame = encode(record).map_err(|why| internal(why, "encodable"))?;
         if frame.len() > RECORD_BYTES - NOTES * NOTE_BYTES {
@@ -93,7 +94,7 @@ impl ShmTier {
         }
         let mut records = lock(&self.records);
         let area = &mut records.bytes_mut()[start_of(place)..][..RECORD_BYTES];
-        // The record goes first. Without the newer of two notes the older one would count.
+        // The record is cleared first: without the newer of two notes, the older one would count.
         area[..MAGIC_BYTES].fill(0);
         fence(Ordering::SeqCst);
         (0..NOTES).for_each(|place| area[note_at(place)..][..MAGIC_BYTES].fill(0));
@@ -184,7 +185,7 @@ pub(super) fn damaged(path: &Path, why: &str) -> Fault {
 /// Returns the shards that are here or on their way, by place. `records` are oldest first.
 ///
 /// # Errors
-/// The first word with a value that a server cannot have left behind, wherever it died.
+/// The first word with a value that no killed server can have left.
 pub(super) fn kept(
     words: &[u64],
     sizes: &Sizes,

@@ -1,5 +1,4 @@
-//! A copy of each block while it is being changed. Recovery puts the copies back if the process was killed
-//! meanwhile.
+//! A copy of each block during its change, which update threads make. Recovery puts back the copies of a killed process.
 
 use std::sync::{
     PoisonError,
@@ -94,8 +93,7 @@ impl Guard for Undo<'_> {
             target = rest;
         }
         *lock(&self.tier.undo_held[slot]) = Some(copy);
-        // Release: the copy is whole before the slot names the block, and the slot names it before the block
-        // is touched.
+        // Release: the copy is whole before the slot names the block, and that happens before the block changes.
         self.tier.undo_words(slot)[1].store(self.version.0, Ordering::Release);
         self.tier.undo_words(slot)[0].store(block as u64 + 1, Ordering::SeqCst);
         fence(Ordering::SeqCst);

@@ -39,8 +39,8 @@ impl ShardPager {
         }
     }
 
-    /// Starts writing the shards that were fetched since the last version, and that this version has unchanged. Returns
-    /// true if the version has shards that no table covers.
+    /// Starts writing the shards that were fetched since the last version, and not updated for this one. Returns true
+    /// if no table covers some shard of the version.
     pub(in crate::tier::nvme) fn write_fetched(
         self: &Arc<Self>,
         record: &Record,
@@ -74,20 +74,20 @@ impl ShardPager {
             (held.checked, held.dirty) = (true, true);
             let mut state = self.lock();
             let entry = &mut state.entries[owned.index()];
-            // The next update writes the other slot. Between two locks an eviction would write the shard to its old one.
+            // The next update writes the other slot. An eviction between two locks would write the shard to its old
+            // slot.
             (entry.slot, entry.tabled, entry.holding) = (slots.state, false, Holding::Ready(held));
             self.write_dirty(&mut state, owned);
         }
         Ok(has_untabled)
     }
 
-    /// Notes that an image was written to a slot beside the updates.
+    /// An image was written to a slot outside of updates.
     pub(in crate::tier::nvme) fn lacks_table(&self, owned: OwnedShard, image_slot: u8) {
         self.lock().entries[owned.index()].fetched_images |= 1 << image_slot;
     }
 
-    /// The tables of a version's slots are written: those of its state and of its image, and with `first` that of the
-    /// older image.
+    /// The tables of a version's state and image are written, and with `first` the older image's.
     pub(in crate::tier::nvme) fn tabled(&self, record: &Record, slots: Slots, first: bool) {
         let mut state = self.lock();
         for (owned, (entry, place)) in state.entries.iter_mut().zip(&self.plan.shards).enumerate() {
@@ -149,7 +149,7 @@ impl ShardPager {
         parts.try_for_each(|part| disk.reserve(part)).map_err(io("reserve space", disk.path()))
     }
 
-    /// Forgets a shard that another server has.
+    /// Forgets a shard that another server owns.
     pub(in crate::tier::nvme) fn release(self: &Arc<Self>, owned: OwnedShard) {
         let freed = self.until(|state| {
             let version = state.version;
@@ -174,7 +174,7 @@ impl ShardPager {
 
     /// Gives the space of released shards back, once no record names them. The record of `version` is durable.
     pub(in crate::tier::nvme) fn give_back_released(&self, version: Version) {
-        // A shard that comes back must not lose what is written meanwhile.
+        // The lock keeps a shard that comes back from being written meanwhile.
         let mut state = self.lock();
         for (owned, entry) in state.entries.iter_mut().enumerate() {
             let is_over = |at: &mut Version| at.0 + NAMED_BY <= version.0;
