@@ -1,6 +1,5 @@
-//! Notes of release 0.1, which closed idle jobs once a checkpoint had their state. A note names that
-//! checkpoint. Begun anew, such a job would lose its training without a word. So a server reads the notes for
-//! one more release.
+//! Notes of release 0.1, which closed idle jobs once a checkpoint had their state. A note names that checkpoint. A job
+//! begun anew would silently lose its training, so a server reads the notes for one more release.
 
 use std::{fs, io::ErrorKind};
 
@@ -25,8 +24,8 @@ impl Store {
     /// Refuses a new job where a checkpoint has the state of an earlier one of this name.
     ///
     /// # Errors
-    /// Also where the note cannot be read, since the state is then unknown. A note whose checkpoint is gone
-    /// refuses nothing.
+    /// Also where the note cannot be read, since the state is then unknown. A note whose checkpoint is gone has no
+    /// effect.
     pub fn check_not_evicted(&self, job: &JobName) -> Result<(), Fault> {
         let folder = self.dir().join(job.as_str());
         let path = folder.join(FILE);

@@ -1,4 +1,4 @@
-//! Faults of checkpoint files, in words an operator can act on.
+//! Faults of checkpoint files: each names the file, the operation, and an operator's remedy.
 
 use std::{fmt, io, path::Path};
 
@@ -50,7 +50,7 @@ pub(super) fn defect(path: &Path, error: impl fmt::Display) -> Fault {
     Fault::new(FaultKind::Internal, FIELD, value, "encodable", "report this as a defect of Longshore")
 }
 
-/// The refusal of a version whose decision, or a later one, changed the number of parts. Callers ask for another version.
+/// The refusal of a version since which the number of servers changed. Callers ask for another version.
 pub(super) fn other_servers(asked: u32, servers: u32) -> Fault {
     let (value, limit) = (format!("of {asked} servers"), format!("of {servers}, as many as the job has now"));
     Fault::new(FaultKind::Precondition, "version", value, limit, "checkpoint again, on all of them")

@@ -1,4 +1,4 @@
-//! Files that appear whole or not at all.
+//! Files that appear whole or not at all: a draft under a temporary name, then a rename.
 
 use std::{
     collections::hash_map::RandomState,
@@ -21,14 +21,14 @@ use rustix::{
 
 use super::fault::io;
 
-/// Tries to put a file into a folder that others remove while it is empty.
+/// Number of tries to create a file in a folder that other servers remove while it is empty.
 const MOST_TRIES: u32 = 1000;
 
 /// Separates the final name from the suffix that makes a temporary name unique.
 const TEMPORARY: &str = ".tmp-";
 
-/// A file under a temporary name. A draft dropped without [`Draft::publish`] leaves nothing behind, and takes
-/// its folder with it if that is empty. Until then the file is locked.
+/// A locked file under a temporary name. A draft dropped without [`Draft::publish`] is removed, and so is its folder if
+/// empty.
 pub(super) struct Draft {
     pub(super) file: Arc<File>,
     temporary: PathBuf,
@@ -38,7 +38,7 @@ pub(super) struct Draft {
 }
 
 impl Draft {
-    /// `sequence` is that of the checkpoint.
+    /// `sequence` is the checkpoint's.
     pub(super) fn create(target: PathBuf, sequence: u64) -> Result<Draft, Fault> {
         let mut temporary = target.clone().into_os_string();
         temporary.push(format!("{TEMPORARY}{sequence}-{}", unique()));
@@ -60,11 +60,12 @@ impl Draft {
                 opened => break Arc::new(opened.map_err(io("create", &temporary))?),
             }
         };
-        // Another server that looks at the draft holds its lock for an instant. A file system without locks keeps the drafts
-        // of a killed server.
+        // Another server that checks the draft holds its lock for an instant. On a file system without locks, drafts of
+        // a killed server stay.
         let _ = flock(&file, FlockOperation::LockExclusive);
         let draft = Draft { file, temporary, target, settled: AtomicBool::new(false) };
-        // The folders stay now. A crash must not take their names from a file that was flushed.
+        // With a draft inside, the folders stay. Their names are flushed too, or a crash could lose them with a flushed
+        // file.
         missing.iter().try_for_each(|folder| sync_folder(parent(folder)))?;
         Ok(draft)
     }
@@ -85,8 +86,8 @@ impl Draft {
         }
     }
 
-    /// Flushes the bytes, then gives the file its name, then flushes the folder. So a crash cannot leave the
-    /// name without the bytes.
+    /// Flushes the bytes, renames the file, then flushes the folder. So a crash cannot leave the name without the
+    /// bytes.
     pub(super) fn publish(&self) -> Result<(), Fault> {
         self.file.sync_all().map_err(io("fsync", &self.temporary))?;
         fs::rename(&self.temporary, &self.target).map_err(io("rename", &self.temporary))?;
@@ -133,7 +134,8 @@ pub(super) fn unique() -> String {
     format!("{:x}-{}", *PROCESS, COUNTER.fetch_add(1, Ordering::Relaxed))
 }
 
-/// Returns the sequence of a draft whose process has ended. None for any other file, and where the file system has no locks.
+/// Returns the sequence of a draft whose process has ended. None for any other file, and on a file system without
+/// locks.
 pub(super) fn abandoned(path: &Path) -> Option<u64> {
     let (_, unique) = path.file_name()?.to_str()?.rsplit_once(TEMPORARY)?;
     let [sequence, _, _] = unique.split('-').collect::<Vec<_>>().try_into().ok()?;

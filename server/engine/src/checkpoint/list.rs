@@ -25,21 +25,19 @@ pub struct Listed {
     pub sequence: u64,
     pub state_hash: Option<String>,
     pub parts: u32,
-    /// Servers whose parts lie in this folder.
+    /// Servers with parts in this folder.
     pub visible: Vec<u32>,
-    /// The job has gone back since: a checkpoint that was sealed later has no later version and another
-    /// state.
+    /// The job has gone back since: a checkpoint sealed later has no later version, and another state.
     pub stale: bool,
-    /// Why it cannot be restored from this folder, if it cannot.
+    /// The fault that prevents a restore from this folder.
     pub damage: Option<Fault>,
     /// Time at which the manifest was written, by the file system's clock.
     sealed_at: Duration,
 }
 
 impl Store {
-    /// Returns the sealed checkpoints of a job in the order in which they were sealed. Versions are in
-    /// another order once a job has gone back. Damaged checkpoints are among them, so that a caller that
-    /// takes an older one can say why.
+    /// Returns the sealed checkpoints of a job in the order of their seals. Versions are in another order once a job
+    /// has gone back. Damaged checkpoints are included, so that a caller that takes an older one can say why.
     pub fn list(&self, job: &JobName) -> Result<Vec<Listed>, Fault> {
         let folder = self.dir().join(job.as_str());
         let entries = match fs::read_dir(&folder) {
@@ -87,8 +85,7 @@ fn look(folder: &Path, name: &str) -> Option<Listed> {
     }
 }
 
-/// Adds the damage that the parts' lengths show. Their bytes are compared with their hashes when they are
-/// restored.
+/// Adds damage that the parts' lengths show. A restore compares bytes with hashes.
 fn whole(listed: Listed, folder: &Path, manifest: &Manifest) -> Listed {
     let (mut visible, mut damage) = (Vec::new(), None);
     for part in &manifest.parts {
@@ -122,7 +119,7 @@ fn check_length(folder: &Path, part: &Part) -> Result<bool, Fault> {
     }
 }
 
-/// Sorts by sequence. An unreadable manifest takes its place by its file's time alone.
+/// Sorts by sequence. An unreadable manifest is placed by its file's time.
 fn sort(found: &mut Vec<Listed>) {
     let lost = |listed: &mut Listed| listed.damage.is_some() && listed.sequence == 0;
     let unplaced: Vec<Listed> = found.extract_if(.., lost).collect();
@@ -137,8 +134,8 @@ fn sort(found: &mut Vec<Listed>) {
     }
 }
 
-/// Marks checkpoints that a rollback left behind. Along one lineage versions rise. So a checkpoint is stale
-/// if a later one has no higher version.
+/// Marks checkpoints that a rollback left behind. Versions rise along one lineage, so a checkpoint is stale if a later
+/// one has no higher version.
 fn mark_stale(found: &mut [Listed]) {
     let mut later: Option<(Version, Option<String>)> = None;
     for listed in found.iter_mut().rev().filter(|listed| listed.damage.is_none()) {

@@ -15,18 +15,17 @@ pub(super) const FILE: &str = "manifest.json";
 /// Raised when a reader of the version before would misread the files.
 pub const FORMAT_VERSION: u32 = 1;
 const FORMAT: &str = "longshore-checkpoint";
-/// Most bytes of a manifest. A million parameters take 300 MB; this is far below the size that would exhaust
-/// a server.
+/// Most bytes of a manifest. A million parameters take 300 MB, and a server has room for this limit.
 const MAX_BYTES: u64 = 1 << 30;
 /// Digits that replace the digest while the digest is computed.
 const NO_DIGEST: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
 /// The file, in the order of its fields.
 ///
-/// `format`, `format_version` and `blake3` come first and will stay so in every version. So a reader can
-/// check format and integrity before it understands the rest. Version and state follow, which people look
-/// for. Fields that grow with the model come last. `blake3` is the digest of the file's bytes with its own
-/// digits as zeros. So it covers every byte and not only the values, and checking it needs no canonical JSON.
+/// `format`, `format_version` and `blake3` come first in every version, so that a reader can check format and integrity
+/// before the rest. Version and state follow, which people look for. Fields that grow with the model come last.
+/// `blake3` is the digest of the file's bytes with its own digits as zeros. So the digest covers every byte, and needs
+/// no canonical JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     pub format: String,
@@ -34,11 +33,11 @@ pub struct Manifest {
     pub blake3: String,
     pub version: Version,
     pub applied: u64,
-    /// The hash of the whole version, as `longshore status` prints it. None if some parts were not visible to
-    /// the sealing server; the blocks are verified all the same.
+    /// The hash of the whole version, as `longshore status` prints it. None if the sealing server did not see all
+    /// parts. A restore verifies blocks either way.
     pub state_hash: Option<String>,
-    /// The highest sequence of the parts. Checkpoints are kept and listed in this order. Versions would not
-    /// do, since they fall when a job goes back.
+    /// The highest sequence of the parts. Checkpoints are kept and listed in this order, since versions fall when a job
+    /// goes back.
     pub sequence: u64,
     pub images: StoredImages,
     /// The parts, in the order of the servers.
@@ -72,7 +71,7 @@ pub(super) fn parse_commit(json: impl Read) -> serde_json::Result<Option<Commit>
     Ok(serde_json::from_reader::<_, CommitJson>(json)?.commit)
 }
 
-/// Readable fields of a damaged manifest. A list places the checkpoint by them; they serve nothing else.
+/// Readable fields of a damaged manifest, for the checkpoint's place in a list.
 #[derive(Deserialize)]
 pub(super) struct Hints {
     pub(super) version: Version,
@@ -114,7 +113,7 @@ impl Manifest {
         self.blake3 = NO_DIGEST.to_string();
         let blank = serde_json::to_string_pretty(self).map_err(|error| defect(path, error))? + "\n";
         self.blake3 = blake3::hash(blank.as_bytes()).to_hex().to_string();
-        // The digest is the first such string, since only two short fields come before it.
+        // The digest is the first such string, since only two short fields precede it.
         Ok(blank.replacen(NO_DIGEST, &self.blake3, 1).into_bytes())
     }
 

@@ -1,17 +1,15 @@
-//! Checkpoints: one version of a job on disk, written while training goes on and restored onto any servers.
+//! Checkpoints: one version of a job on disk, written while training goes on, and restored onto any servers. The
+//! server's checkpoint calls run this on blocking threads.
 //!
-//! Each server writes one part, a safetensors file that any tool can open, into `<dir>/<job>/<name>/`. When
-//! all parts are there, [`Store::seal`] writes the manifest beside them; without it there is no checkpoint.
-//! Every name appears by a rename after its bytes are flushed. So a crash at any instant leaves either the
-//! whole file or none.
+//! Each server writes one part, a safetensors file that any tool can open, into `<dir>/<job>/<name>/`. When all parts
+//! are there, [`Store::seal`] writes the manifest beside them; without it there is no checkpoint. Every file is renamed
+//! to its name after a flush, so a crash at any instant leaves the whole file or none.
 //!
-//! If all servers share one folder, each of them writes the same manifest. With a folder for each host, every
-//! server writes it beside its own part. The same servers restore from that; for others the parts must be
-//! brought together.
+//! Every server writes the same manifest, in one shared folder or beside its own part. The same servers restore from
+//! folders of their own. For other servers the parts must be brought together.
 //!
-//! The manifest protects itself with a BLAKE3. For each part, one digest covers the header and one the tail. The
-//! tail has a BLAKE3 for each block of each tensor. So a server that needs a few blocks of a part verifies exactly
-//! those.
+//! The manifest has a BLAKE3 of itself, and for each part digests of header and tail. The tail has a BLAKE3 for each
+//! block of each tensor, so a server that needs a few blocks of a part verifies exactly those.
 
 mod evicted;
 mod fault;

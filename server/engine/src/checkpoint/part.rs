@@ -1,6 +1,5 @@
-//! Entry of a server in the manifest. The entry is small whatever the model's size, since it travels in gRPC
-//! messages. Block hashes, spec and trainer state grow with the model. So they lie in the part file, and only
-//! its digest is here.
+//! Entry of a server in the manifest. The entry travels in gRPC messages, and is small for any model. Block hashes,
+//! spec and trainer state grow with the model, so they lie in the part file.
 
 use std::fmt;
 
@@ -25,8 +24,8 @@ pub struct Part {
     pub servers: u32,
     pub version: Version,
     pub applied: u64,
-    /// Highest sequence of the sealed checkpoints that the writer saw, plus 1. Sequences give the order in
-    /// which checkpoints were made, whatever clocks and versions say.
+    /// Highest sequence of the sealed checkpoints that the writer saw, plus 1. Sequences order checkpoints without
+    /// clocks, also after a job went back.
     pub sequence: u64,
     pub images: StoredImages,
     /// The digest of the job's spec as JSON with tier memory, the same in every part.
@@ -51,8 +50,8 @@ pub struct PartShard {
 }
 
 impl Part {
-    /// Returns the name that server `server` of `servers` writes under. Names count from 1, as the names of
-    /// Hugging Face's model files do.
+    /// Returns the name of the part of server `server` of `servers`. Names count from 1, as Hugging Face's model files
+    /// do.
     pub fn file_name(server: u32, servers: u32) -> String {
         format!("server-{:05}-of-{servers:05}.safetensors", server + 1)
     }
@@ -75,8 +74,7 @@ pub(super) enum Array {
 }
 
 impl Array {
-    /// The arrays of a shard's state, in the order in which a block's hash takes them. A trained shard has
-    /// the arrays of the rule.
+    /// The arrays of a shard's state, in the order of a block's hash. A trained shard has the arrays of the rule.
     pub(super) fn state(spec: &JobSpec, frozen: bool) -> &'static [Array] {
         if frozen {
             return &[Array::Frozen];
@@ -97,8 +95,8 @@ impl Array {
         elements / BLOCK_ELEMENTS * self.block_bytes(spec)
     }
 
-    /// Returns the type and shape of its tensor for `elements` elements. 8-bit moments are a row of bytes a
-    /// block: the codes of its elements, then their scales.
+    /// Returns the type and shape of the tensor for `elements` elements. 8-bit moments have a row of bytes for each
+    /// block: codes, then scales.
     pub(super) fn tensor(self, spec: &JobSpec, elements: u64) -> (TensorDtype, Vec<u64>) {
         let dtype = match self {
             Array::Master if spec.formats.master == MasterFormat::Bf16 => Dtype::Bf16,
@@ -138,12 +136,11 @@ impl fmt::Display for Array {
     }
 }
 
-/// A table of block hashes in a part's tail: 32 bytes a block, shard after shard. A frozen shard has rows in
-/// all tables, so that a block has the same row in each. Its rows for images are hashes of no bytes.
+/// A table of block hashes in a part's tail: 32 bytes a block, shard after shard. A frozen shard's rows for images are
+/// hashes of no bytes, so that a block has the same row in each table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Table {
-    /// The hashes of master, first and second together, as the state hash takes them: one pass over the state serves
-    /// both.
+    /// The hashes of master, first and second together, as in the state hash: one pass over the state serves both.
     State,
     Image,
     OlderImage,

@@ -1,5 +1,4 @@
-//! Layout of a part, decided before the version is known. So space is reserved, and any thread that captures
-//! a shard can write it.
+//! Layout of a part, decided before the version is known. So space can be reserved, and shards written in any order.
 //!
 //! ```text
 //! 8 bytes   length of the header
@@ -9,9 +8,9 @@
 //! tail      hashes.state, hashes.image, hashes.older_image, job.spec, job.commit
 //! ```
 //!
-//! Optional data (the older image) and data of varying size (the commit) come last. Cutting the file there
-//! keeps every offset before it, and the format's rule of no holes. The header is written last: without it no
-//! reader takes an unfinished file for a part.
+//! Optional data (the older image) and data of varying size (the commit) come last. The file is cut there, which keeps
+//! every offset before, and the format's rule against holes. The header is written last: without it no reader takes an
+//! unfinished file for a part.
 
 use std::collections::HashMap;
 
@@ -28,8 +27,8 @@ use crate::job::StoredImages;
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Data start on a page, so that a reader may map the file.
 const PAGE: u64 = 4096;
-/// Room for the JSON of a commit without groups and trainer state, and for the JSON of one group. Both are
-/// about twice the most that each can take.
+/// Room for the JSON of a commit without groups and trainer state, about twice its largest size. The same for one group
+/// follows.
 const COMMIT_BYTES: u64 = 1024;
 const GROUP_BYTES: u64 = 1024;
 
@@ -42,7 +41,7 @@ pub(super) struct PartPlan<'a> {
     pub(super) spec_bytes: u64,
 }
 
-/// Facts that are known only once the shards are captured.
+/// Properties of the part that are known only once the shards are captured.
 #[derive(Clone, Copy)]
 pub(super) struct Found {
     pub(super) version: Version,

@@ -1,7 +1,7 @@
 //! A part opened for reading, with header and tail verified and tensors found by name.
 //!
-//! A length in a file is a claim: a sparse file of a few bytes claims any. So memory is allocated for the header alone,
-//! up to its limit, and for what was read.
+//! A length in a file is a claim: a sparse file of a few bytes can claim any. So memory is allocated for the header, up
+//! to its limit, and for bytes that were read.
 
 use std::{
     collections::HashMap,
@@ -21,8 +21,8 @@ use super::{
     plan::MAX_HEADER_BYTES,
 };
 
-/// The largest single read. At this size a reader of many parts can be interrupted soon. The page cache does not fill
-/// far ahead either.
+/// The largest single read. At this size a reader of many parts can be interrupted soon, and the page cache does not
+/// fill far ahead.
 const PIECE: usize = 8 * 1024 * 1024;
 const TAIL_PIECE: usize = 1024 * 1024;
 
@@ -182,7 +182,7 @@ fn open(path: &Path, part: &Part) -> Result<File, Fault> {
     Ok(file)
 }
 
-/// Reads the start of the data, and the header's description of them.
+/// Reads the header. Returns the offset of the data, and their description.
 fn read_header(file: &File, path: &Path, part: &Part) -> Result<(u64, Metadata), Fault> {
     let bad = |what: String, limit: String| Err(corrupt(format!("{} ({what})", path.display()), limit));
     let mut prefix = [0; 8];

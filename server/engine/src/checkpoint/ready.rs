@@ -1,5 +1,5 @@
-//! Readiness for checkpoints: could one be written now? A server checks at its start and before a job's first
-//! step. So nobody trains for hours towards a checkpoint that cannot be written.
+//! Readiness for checkpoints. A server checks at its start and before a job's first step, so that no job trains for
+//! hours towards a checkpoint that cannot be written.
 
 use std::{
     fs,
@@ -23,8 +23,7 @@ use crate::job::Job;
 const PROBE_BYTES: [u8; 4096] = [0; 4096];
 
 impl Store {
-    /// Creates the folder, but not its parents. Then writes a file into it, and removes the file. Returns the free
-    /// bytes.
+    /// Creates the folder, but not its parents, and writes and removes a file there. Returns the free bytes.
     pub fn check_folder(&self) -> Result<u64, Fault> {
         match fs::create_dir(self.dir()) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}

@@ -1,5 +1,5 @@
-//! The removal of old checkpoints, and of parts that were never sealed: another server had no room, the caller died, or
-//! the server was killed. Such parts take as much room as a checkpoint.
+//! The removal of old checkpoints, and of parts that were never sealed. A part stays unsealed if another server had no
+//! room, or the caller or a server died. Such parts take as much room as a checkpoint.
 
 use std::{fs, io::ErrorKind, path::Path};
 
@@ -13,14 +13,13 @@ use super::{
     seal::{entry_path, is_entry, try_lock},
 };
 
-/// Begins the names of folders whose removal was interrupted. No checkpoint has such a name.
+/// Prefix of folders in removal, which no checkpoint's name has.
 const REMOVED: &str = ".removed-";
 
 impl Store {
-    /// Removes the checkpoints that were sealed first, beyond `keep` (None keeps all), and returns their
-    /// names. `sealed` is never removed: the caller has just sealed it, and other servers that share the
-    /// folder may still be about to. Damaged checkpoints are neither counted nor removed. Unsealed ones are
-    /// left alone, since a server may be writing them.
+    /// Removes the checkpoints that were sealed first, beyond `keep` (None keeps all), and returns their names. The
+    /// caller has just sealed `sealed`, which stays: other servers that share the folder may be about to seal it too.
+    /// Damaged checkpoints are neither counted nor removed. Unsealed ones stay, since a server may be writing them.
     pub fn prune(&self, job: &JobName, keep: Option<usize>, sealed: &str) -> Result<Vec<String>, Fault> {
         let Some(keep) = keep else { return Ok(Vec::new()) };
         let mut others = self.list(job)?;
@@ -37,8 +36,8 @@ impl Store {
         Ok(removed)
     }
 
-    /// Removes this server's part of a checkpoint that will not be sealed, for example because another server
-    /// could not write its own. A part stays if it is sealed or has other authors, and a missing one is no error.
+    /// Removes this server's part of a checkpoint that will not be sealed. A part stays if it is sealed or has other
+    /// authors. A missing part is no error.
     pub fn discard(
         &self,
         author: u64,
@@ -65,8 +64,8 @@ impl Store {
         Ok(())
     }
 
-    /// Returns names and parts of the unsealed checkpoints in this folder. Drained servers that have a folder
-    /// each cannot tell each other their parts. A client that sees all of them can seal them.
+    /// Returns names and parts of the unsealed checkpoints in this folder. Drained servers with a folder each do not
+    /// see each other's parts. A client that asks all of them can seal the checkpoint.
     pub fn unsealed(&self, job: &JobName) -> Vec<(String, Part)> {
         let mut found = Vec::new();
         for folder in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
@@ -86,9 +85,9 @@ impl Store {
         found
     }
 
-    /// Returns the sequence of the next checkpoint. First removes unsealed checkpoints that are older than a
-    /// sealed one, since their callers have gone on to others. An unsealed one as old as the newest stays. A
-    /// server may have written it beside the newest and be about to seal it.
+    /// Returns the sequence of the next checkpoint. First removes unsealed checkpoints that are older than a sealed
+    /// one, since their callers have gone on to others. An unsealed one as old as the newest stays: a server may be
+    /// about to seal it.
     pub(super) fn make_way(&self, job: &JobName) -> Result<u64, Fault> {
         let newest = self.list(job)?.iter().map(|listed| listed.sequence).max().unwrap_or(0);
         for entry in fs::read_dir(self.dir().join(job.as_str())).into_iter().flatten().flatten() {
@@ -103,8 +102,8 @@ impl Store {
     }
 }
 
-/// Takes the folder's name away, then removes the folder: a crash in between leaves neither a checkpoint without parts nor
-/// files whose owner is unknown. Returns false while another server seals the checkpoint.
+/// Renames the folder, then removes it, so that a crash in between leaves no checkpoint without parts. Returns false
+/// while another server seals the checkpoint.
 fn remove(folder: &Path) -> Result<bool, Fault> {
     let Some(_lock) = try_lock(folder) else { return Ok(false) };
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
@@ -116,14 +115,15 @@ fn remove(folder: &Path) -> Result<bool, Fault> {
     Ok(true)
 }
 
-/// Removes a folder that has lost its name. The next checkpoint tries again what fails, as files that NFS keeps for a reader.
+/// Removes a renamed folder. A failure, as of files that NFS keeps for a reader, is tried again with the next
+/// checkpoint.
 fn clear(removed: &Path) {
     if let Err(error) = gone(fs::remove_dir_all(removed)) {
         tracing::warn!(folder = %removed.display(), %error, "an old checkpoint takes room still; the next one tries again");
     }
 }
 
-/// Takes a missing file for success, since servers that share a folder prune it at the same time.
+/// Takes a missing file for success, since servers that share a folder prune at the same time.
 fn gone(result: std::io::Result<()>) -> std::io::Result<()> {
     match result {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
@@ -131,8 +131,8 @@ fn gone(result: std::io::Result<()>) -> std::io::Result<()> {
     }
 }
 
-/// Returns true if the folder holds nothing but entries, parts with their entries and drafts of ended processes, all older
-/// than `newest`. Any other file may be a server's unfinished work, or somebody else's.
+/// Returns true if the folder holds only entries, parts with entries, and drafts of ended processes, all older than
+/// `newest`. Any other file may be a server's unfinished work, or another program's.
 fn is_leftover(folder: &Path, newest: u64) -> bool {
     let Ok(entries) = fs::read_dir(folder) else { return false };
     let mut found = false;

@@ -1,13 +1,11 @@
 //! A restore in three acts that may each be repeated: check, load and hold, start.
 //!
-//! A client of several servers has all of them hold before any of them starts. An act is repeated when its
-//! answer was lost or the client has died. The repeat succeeds if the job holds the checkpoint or was started
-//! from it. The very same state, reached in any other way, counts too.
+//! A client of several servers lets all of them hold before the first starts. A client repeats an act whose answer was
+//! lost. The repeat succeeds if the job holds the checkpoint, was started from it, or has the same state to the bit.
 //!
-//! The source is a sealed checkpoint, made by any number of servers, with shards of any size, on any tier.
-//! Shards are only a cut of the flat space, which is the same for the same parameters. So a new shard takes
-//! its element ranges from the old shards that have them. Both are whole blocks, and hashes are of blocks.
-//! Each byte that is read is verified, and no byte is read that is not needed.
+//! The source is a sealed checkpoint of any number of servers, size of shards, and tier. The same parameters have the
+//! same flat space, so a new shard takes its element ranges from the old shards. All are whole blocks, as hashes need.
+//! Only needed bytes are read, and each is verified.
 
 use std::{ops::Range, path::Path, sync::Arc, time::Instant};
 
@@ -38,17 +36,16 @@ pub struct RestoreInfo {
     pub commit: Option<Commit>,
     /// The checkpoint's state hash, as its manifest has it.
     pub state_hash: Option<String>,
-    /// Images that were read beside the state. With less than `Both`, a delayed job's version before cannot be pulled.
-    /// The first step must then be an exact one.
+    /// Images that were read beside the state. With less than `Both`, a delayed job's version before cannot be pulled,
+    /// and the first step must be exact.
     pub images: StoredImages,
-    /// A number that is the same for the same contents, wherever they lie. Clients compare it before any server
-    /// starts.
+    /// Digest of the contents, the same for every copy. Clients compare it before any server starts.
     pub id: String,
 }
 
 impl Store {
-    /// Describes the sealed checkpoint `name` of the job `from`. Reads no tensors and changes nothing. Checks that
-    /// the checkpoint fits `job`, or without a `job` that it fits itself.
+    /// Describes the sealed checkpoint `name` of the job `from`, without reading tensors. Checks that the checkpoint
+    /// fits `job`, if one is given.
     pub fn check(
         &self,
         job: Option<&Job>,
@@ -64,26 +61,24 @@ impl Store {
         Ok((source.info()?, source.manifest.spec))
     }
 
-    /// Runs `check`, and also reads and compares every byte that this server's shards need.
+    /// Runs `check`, and also verifies every byte that this server's shards need.
     pub fn verify(&self, job: &Job, from: &JobName, name: &str) -> Result<RestoreInfo, Fault> {
         let source = Source::open(&self.folder(from, name)?, job.spec())?;
         job.opened().into_iter().try_for_each(|shard| source.verify(job, shard))?;
         source.info()
     }
 
-    /// Fills a job that is still loading with this server's shards of a sealed checkpoint, and holds it back
-    /// until [`Job::start_held`]. The checkpoint is `name` of the job `from` (most often its own name).
-    /// `deadline` bounds the reading of the state of a job that trains already, which is compared with the
-    /// checkpoint's.
+    /// Fills a job that is still loading with this server's shards of a sealed checkpoint, and holds the job until
+    /// [`Job::start_held`]. The checkpoint is `name` of the job `from`, most often the same job. A job that trains
+    /// already is compared with the checkpoint, until `deadline`.
     ///
     /// All checks that read no tensors come before anything changes. After an error the job is still loading,
     /// and may be restored from another checkpoint.
     ///
-    /// Parameters, groups, rule and the formats of state and master weights must be the checkpoint's. All
-    /// else (name, world size, micro-steps, gradient dtype, shard size, tier) may differ. A delayed job reads
-    /// the images that the checkpoint has; their dtype must then be the job's too. A checkpoint of an exact
-    /// job gives a delayed one the current image only, rounded from the master weights. Such an image is
-    /// exact to the bit for an exact step, while the version before is gone.
+    /// Parameters, groups, rule and the formats of state and master weights must be the checkpoint's. Name, world size,
+    /// micro-steps, gradient dtype, shard size and tier may differ. A delayed job reads the checkpoint's images, whose
+    /// dtype must then be the job's. A checkpoint of an exact job gives a delayed job only the current image, rounded
+    /// from the master weights.
     pub fn hold(
         &self,
         job: &Arc<Job>,
@@ -108,7 +103,7 @@ impl Store {
         Ok(info)
     }
 
-    /// Loads a checkpoint into a job and starts the job at once. For a job without other servers to wait for.
+    /// Loads a checkpoint into a job of one server, and starts the job at once.
     pub fn restore(
         &self,
         job: &Arc<Job>,
@@ -126,8 +121,7 @@ impl Store {
 struct Source {
     manifest: Manifest,
     layout: Layout,
-    /// The parts that lie in this folder, or the fault of a missing part. This server may not need a part on
-    /// another host.
+    /// The parts in this folder, or the fault of a missing part, which this server may not need.
     readers: Vec<Result<PartReader, Fault>>,
     /// By old shard: the part that has it.
     owners: Vec<usize>,
@@ -196,8 +190,7 @@ impl Source {
         needed.try_for_each(|slice| self.reader(slice.shard).map(drop))
     }
 
-    /// Fills one new shard. Its bytes are read into its own memory, hashed there, and compared with the
-    /// stored hashes.
+    /// Fills one new shard: bytes are read into its memory, hashed there, and compared with the stored hashes.
     fn fill(&self, job: &Job, shard: ShardId, loaded: LoadedShard<'_>) -> Result<(), Fault> {
         self.fill_blocks(job, shard, job.layout().shard_range(shard), loaded)
     }
@@ -290,8 +283,8 @@ impl Source {
         corrupt(value, format!("of BLAKE3 {}, as it was written", hex(expected)))
     }
 
-    /// Reads one shard and compares it with its hashes. A block at a time is in memory, since no job's admission counts
-    /// it.
+    /// Reads one shard and compares it with its hashes, block by block, since the memory is outside the server's
+    /// budget.
     fn verify(&self, job: &Job, shard: ShardId) -> Result<(), Fault> {
         let mut starts = job.layout().shard_range(shard).step_by(BLOCK_ELEMENTS as usize);
         starts.try_for_each(|start| self.verify_block(job, shard, start))
@@ -329,8 +322,8 @@ impl Source {
         if job.started_from(&info.id, info.version) {
             return Ok(());
         }
-        // Commits are compared as JSON, which is exact to the bit: the norm of a skipped step is NaN, and
-        // equals nothing.
+        // Commits are compared as JSON, which is exact to the bit. The norm of a skipped step is NaN, which no
+        // comparison of floats finds equal.
         let commits = [&progress.last_commit, &info.commit].map(|commit| commit_json(commit).ok());
         if commits[0] != commits[1] {
             return Err(other());
@@ -378,13 +371,13 @@ fn check_commit(manifest: &Manifest) -> Result<(), Fault> {
 
 /// The first field in which the job is another model than the checkpoint's.
 fn check_same_model(checkpoint: &JobSpec, job: &JobSpec, images: StoredImages) -> Result<(), Fault> {
-    // The fields that may differ are made equal, so that the comparison of specs that open uses serves here too.
+    // Fields that may differ are made equal, so that the comparison of specs in open calls serves here too.
     let alike = JobSpec {
         params: checkpoint.params.clone(),
         groups: checkpoint.groups.clone(),
         rule: checkpoint.rule,
         formats: Formats { seed: job.formats.seed, ..checkpoint.formats },
-        // Other ranks may contribute now, but every parameter must lie where it did, and frozen ones have no state.
+        // Contributors may change, but not the places of parameters, nor the frozen ones.
         partitions: checkpoint.partitions_as(job),
         image_dtype: match images == StoredImages::None && !checkpoint.has_frozen() {
             true => job.image_dtype,

@@ -1,5 +1,5 @@
-//! The step that turns parts into a checkpoint. Draining servers seal without a coordinator: they write their parts
-//! one by one, and the last one finds all of them.
+//! The seal, which turns parts into a checkpoint. Draining servers need no coordinator: the server that writes the last
+//! part finds all of them.
 
 use std::{
     fs::{self, File},
@@ -32,7 +32,7 @@ pub struct Sealed {
     pub path: PathBuf,
     pub version: Version,
     pub parts: u32,
-    /// Number of its parts in this server's folder: all, if the servers share one folder.
+    /// Number of parts in this server's folder: all, if the servers share one.
     pub visible: u32,
 }
 
@@ -87,7 +87,7 @@ impl Store {
         let folder = self.folder(job, name)?;
         let _lock = lock(&folder);
         if folder.join(manifest::FILE).exists() {
-            // Its parts may lie in other folders, or be gone.
+            // Parts may lie in other folders, or be gone.
             return Ok((0..servers).all(|server| folder.join(Part::file_name(server, servers)).exists()));
         }
         let mut parts = Vec::new();
@@ -95,7 +95,7 @@ impl Store {
             let part = folder.join(Part::file_name(server, servers));
             let path = entry_path(&part);
             if !part.exists() {
-                // Its entry comes first.
+                // A part's entry comes first.
                 return Ok(false);
             }
             match fs::read_to_string(&path) {
@@ -118,9 +118,8 @@ pub(super) fn is_entry(path: &Path) -> bool {
     path.to_str().is_some_and(|path| path.ends_with(".part.json"))
 }
 
-/// Locks a checkpoint's parts against removal while it is sealed. Waits for others that seal or remove parts,
-/// for as long as they read or remove files. None where the file system has no locks: servers that seal and
-/// remove at once are then not kept apart.
+/// Locks a checkpoint's parts against removal during the seal. Waits while others seal or remove parts. None where the
+/// file system has no locks, and so no protection.
 pub(super) fn lock(folder: &Path) -> Option<File> {
     let folder = File::open(folder).ok()?;
     flock(&folder, FlockOperation::LockExclusive).ok().map(|()| folder)

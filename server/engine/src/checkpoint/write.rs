@@ -46,11 +46,10 @@ struct Hashes {
 }
 
 impl Store {
-    /// Writes this server's part of checkpoint `name` of the current version, while training goes on. The
-    /// version must be `expected` unless that is None. Blocks until the part is on disk; before
-    /// [`Store::seal`] there is no checkpoint yet. If the name is sealed already with this very state,
-    /// returns that checkpoint's part. After an error no part is left behind. The deadline bounds the wait
-    /// for updates in progress, not the disk.
+    /// Writes this server's part of checkpoint `name` of the current version, or of version `expected`, while training
+    /// goes on. Blocks until the part is on disk; [`Store::seal`] then makes the checkpoint. If the name is sealed
+    /// already with the same state, returns that checkpoint's part. After an error no part is left behind. The deadline
+    /// bounds the wait for updates in progress, not the disk.
     ///
     /// Several authors may ask for one part, which stays until the last of them [gives it up](Store::discard).
     pub fn write(
@@ -72,7 +71,7 @@ impl Store {
         if folder.join(manifest::FILE).exists() {
             return sealed_part(job, &folder, name, expected, deadline);
         }
-        // Two parts of one state differ in the order of their headers.
+        // A second part of the same state would differ in its header's order.
         if let Some(part) = turn.found(job, name, expected)? {
             return Ok(part);
         }
@@ -97,8 +96,8 @@ impl Store {
     }
 }
 
-/// Returns this server's part of a checkpoint that is sealed under this name already. Refuses a part that was not made
-/// of the job's state: a job that went back may come to the same step again.
+/// Returns this server's part of a checkpoint that is sealed under this name. Refuses a part of another state: a job
+/// that went back comes to the same step again.
 fn sealed_part(
     job: &Arc<Job>,
     folder: &Path,
@@ -128,13 +127,13 @@ fn sealed_part(
     Ok(part)
 }
 
-/// Returns the part that this server would write if nothing had changed since.
+/// Returns this server's part, if the job has not changed since the seal.
 fn own_part(job: &Job, manifest: Manifest) -> Option<Part> {
     let mine = |part: &Part| {
         (part.server, part.servers) == job.part()
             && part.shards.iter().map(|entry| entry.shard).eq(job.owned_at(Step(part.version.0)))
     };
-    // A job that was opened with another spec would write another part, whatever its state. The tier may have changed.
+    // A job with another spec would write another part. Only the tier may have changed.
     let spec = JobSpec { tier: job.spec().tier, ..manifest.spec.clone() };
     if spec != *job.spec() {
         return None;
@@ -200,8 +199,8 @@ impl Sink {
         let info =
             snapshot.run(deadline, |piece| self.take(piece, layout, &mut hashes[self.index(piece)]))?;
         let part = self.finish(plan, spec, info, &hashes)?;
-        // The entry lies beside the part. A draining server so needs no client to carry it to the others. Its sequence says
-        // when the part is superseded, so a crash must not leave the part alone.
+        // The entry lies beside the part, so that draining servers need no client to exchange entries. The entry comes
+        // first: its sequence says when the part is superseded.
         files::publish(entry_path(self.draft.path()), self.sequence, part.to_json()?.as_bytes())?;
         self.draft.publish()?;
         Ok(part)
@@ -268,14 +267,14 @@ impl Sink {
         self.put(header.tail, &tail)?;
         self.draft.file.set_len(bytes).map_err(io("truncate", path))?;
         self.draft.file.write_all_at(&header.bytes, 0).map_err(io("write", path))?;
-        // A job that changes its tier has parts of both tiers.
+        // Parts of a job that changes its tier have one spec.
         let of_all = JobSpec { tier: TierKind::Memory, ..plan.spec.clone() };
         let of_all = serde_json::to_vec(&of_all).map_err(|error| defect(path, error))?;
         Ok(self.entry(plan, info, images, bytes, [&of_all, &commit, &header.bytes, &tail]))
     }
 
-    /// Returns the images of the part. All shards of a job have the same: none at version 0, and none after a
-    /// restore without them.
+    /// Returns the images of the part, the same for all trained shards. No older image exists at version 0, and after a
+    /// restore without one.
     fn images(&self, hashes: &[Hashes]) -> StoredImages {
         if self.job.spec().max_delay == 0 {
             StoredImages::None

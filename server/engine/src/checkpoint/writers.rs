@@ -1,5 +1,5 @@
-//! Parts that this process writes or has written, and who asked for each. Two authors may ask for one name. Only one
-//! writes at a time, and both get the same part. A part stays until the last of its authors gives it up.
+//! Parts that this process writes or has written, and their authors: the callers that asked for them. Two authors of
+//! one name write in turn, and get the same part. A part stays until its last author gives it up.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,7 +29,7 @@ impl std::fmt::Debug for Writers {
 struct State {
     is_being_written: bool,
     authors: BTreeSet<u64>,
-    /// The part as it was written last, of which job.
+    /// The last written part, and its job.
     last: Option<(Part, Weak<Job>)>,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct Turn<'a> {
 }
 
 impl Writers {
-    /// Waits until no other call writes this part, and notes its author.
+    /// Waits until no other call writes this part, and adds its author.
     pub(super) fn enter(&self, path: &Path, author: u64, deadline: Instant) -> Result<Turn<'_>, Fault> {
         let mut parts = lock(&self.parts);
         loop {
@@ -63,7 +63,7 @@ impl Writers {
         }
     }
 
-    /// Notes that an author gives a part up. Returns true if no other author needs it.
+    /// Removes an author of a part. Returns true if no author is left.
     pub(super) fn leave(&self, path: &Path, author: u64) -> bool {
         let mut parts = lock(&self.parts);
         let Some(state) = parts.get_mut(path) else { return true };
@@ -123,7 +123,7 @@ impl Drop for Turn<'_> {
         if let Some(state) = parts.get_mut(&self.path) {
             state.is_being_written = false;
             if state.last.is_none() {
-                // The call has failed, or found the checkpoint sealed: its author has nothing to give up.
+                // The call has failed, or found the checkpoint sealed, so its author has no part to give up.
                 state.authors.remove(&self.author);
                 if state.authors.is_empty() {
                     parts.remove(&self.path);

@@ -1,7 +1,7 @@
 //! Accounts of thread time, so that several jobs take turns.
 //!
-//! Start-time fair queueing: a free thread takes blocks of the open call whose account has used the least
-//! time. An account that has no call loses its unused time. While one call is alone nothing is measured.
+//! Start-time fair queueing: a free thread takes blocks of the open call whose account has used the least time. An
+//! account without a call loses its unused time. A lone call is not measured.
 
 use std::{
     sync::{
@@ -11,8 +11,8 @@ use std::{
     time::Instant,
 };
 
-/// Number of blocks of one call after which a thread checks if another call is due. These blocks take 0.3 ms,
-/// and a check takes the lock of all calls.
+/// Number of blocks after which a thread checks if another call is due. Blocks take 0.3 ms together, and a check takes
+/// the lock of all calls.
 const BATCH: u32 = 4;
 /// The nanoseconds of thread time that one job has used.
 pub struct Account {
@@ -37,7 +37,7 @@ impl Account {
 #[derive(Default)]
 pub(super) struct Queue {
     open: AtomicUsize,
-    /// Use of the last served call's account at that time.
+    /// The account's use at the last service of a call.
     now: AtomicU64,
     /// The most that any account has used.
     most: AtomicU64,

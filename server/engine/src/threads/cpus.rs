@@ -1,4 +1,4 @@
-//! The cores that this process may use, the NUMA node of each, and the cores of each thread of a pool.
+//! The cores that this process may use, their NUMA nodes, and the cores of a pool's threads.
 
 use std::{fs, io, ops::Range, path::Path, thread};
 
@@ -83,9 +83,8 @@ pub(super) struct Seat {
 
 /// The seats, node by node, so that neighbouring blocks share a node.
 ///
-/// A pool as large as the process's cores has one thread on each. A smaller pool leaves the choice to the
-/// scheduler, inside a node where there are several. Two servers on a host would otherwise choose the same
-/// cores.
+/// A pool as large as the process's cores has one thread on each. A smaller pool leaves the choice to the scheduler,
+/// within a node. Two servers on a host would otherwise choose the same cores.
 pub(super) fn seats(threads: usize, nodes: &[Node]) -> Vec<Seat> {
     let cores: usize = nodes.iter().map(|node| node.cores.len()).sum();
     let mut seats = Vec::with_capacity(threads);

@@ -1,9 +1,9 @@
-//! Threads that sum and update blocks. A general thread pool would spin while idle, against the network
-//! threads. At every step it would give a block to another core, and so maybe to another NUMA node.
+//! Threads that sum and update blocks. A general thread pool would spin while idle, at the network threads' cost. It
+//! would also move a block to another core at every step, perhaps on another NUMA node.
 //!
-//! A pool of n has n - 1 threads. The caller takes a share itself, which saves a wake-up on each side. Idle
-//! threads sleep in a futex. A thread that has just computed first looks for the next call for a moment, see
-//! [`SPIN`]. Results never depend on the thread that computed them.
+//! A pool of n has n - 1 threads: the caller takes a share itself, which saves a wake-up on each side. Idle threads
+//! sleep in a futex, after they have spun for [`SPIN`]. Results never depend on the thread that computed them. The
+//! server owns one pool, and each job's compute thread calls it.
 
 mod account;
 mod cpus;
@@ -38,14 +38,13 @@ use crate::{
     },
 };
 
-/// Time that a thread spins before it sleeps. The caller spins for blocks that others have begun, at most 70
-/// us each. The others spin for the next call, which comes 20 us later while shards are updated. A wake-up
-/// takes 25 to 50 us. Steps of 48 shards took 122.8 ms this way and 125.2 ms without. Over TCP, where network
-/// threads want the cores, nothing changed.
+/// Time that a thread spins before it sleeps. The caller spins for blocks that others have begun, at most 70 us each.
+/// The others spin for the next call, which comes within 20 us during updates; a wake-up takes 25 to 50 us. Steps of 48
+/// shards took 122.8 ms this way and 125.2 ms without. Over TCP, where network threads want the cores, the time is the
+/// same.
 const SPIN: Duration = Duration::from_micros(60);
 
-/// Standing threads. Several callers may use a pool at once. Each of them computes too, so that none waits
-/// for another.
+/// A pool of threads. Several callers may use it at once; each computes too, so that none waits for another.
 pub struct ThreadPool {
     seats: Vec<Seat>,
     /// True if there is more than one node, so that each core has memory that is nearer to it.
@@ -120,15 +119,14 @@ impl ThreadPool {
         self.seats.len()
     }
 
-    /// Binds the calling thread to the core left for it and lowers its priority, like the pool's own threads.
-    /// Meant for the thread that makes most of the calls. Any other caller computes wherever it happens to
-    /// run.
+    /// Binds the calling thread to the core of seat 0 and lowers its priority, like the pool's own threads. Meant for
+    /// the thread that makes most of the calls. Other callers stay unbound.
     pub fn adopt_caller(&self) {
         settle(&self.seats[0].cores);
     }
 
-    /// Runs `block` on every item and returns the results in order. A panic in a block is resumed here, once
-    /// no other block runs. After a panic it is unknown which blocks ran.
+    /// Runs `block` on every item and returns the results in order. A panic in a block is resumed here, once no other
+    /// block runs. Some blocks then never ran.
     pub fn blocks<T: Send, R: Send>(&self, items: Vec<T>, block: impl Fn(T) -> R + Sync) -> Vec<R> {
         self.groups(&self.anybody, vec![items], block, || ()).pop().expect("as many groups as were given")
     }
@@ -191,7 +189,7 @@ impl ThreadPool {
                         lock(&panicked).get_or_insert(payload);
                     }
                 }
-                // The caller stays with its own call, so that each makes progress whatever the others do.
+                // The caller stays with its own call, so that each call makes progress.
                 if meter.count() && seat > 0 {
                     break;
                 }
@@ -225,8 +223,7 @@ impl ThreadPool {
             shared.posted.fetch_add(1, Ordering::Release);
             self.wake();
             meanwhile();
-            // The caller takes over the blocks that late threads have not begun. So it waits for blocks and
-            // never for threads.
+            // The caller takes over the blocks that late threads have not begun, so that it never waits for a wake-up.
             loan.run(0);
             {
                 let mut calls = lock(&shared.calls);
@@ -245,9 +242,8 @@ impl ThreadPool {
 }
 
 impl Near for ThreadPool {
-    /// Runs `part` once for each seat, with the part of `0..count` that [`ThreadPool::blocks`] gives it. The
-    /// thread of each part is near the memory that the seat will use. No other thread may run it, since first
-    /// touch decides where memory lies.
+    /// Runs `part` once for each seat, with the seat's share of `0..count` in [`ThreadPool::blocks`]. A thread on the
+    /// seat's node runs it, since first touch decides the node of memory.
     fn shares(&self, count: usize, part: &(dyn Fn(Range<usize>) + Sync)) {
         let seats = self.seats.len();
         let run = |seat: usize| part(share(count, seat, seats));
@@ -280,8 +276,8 @@ impl Drop for ThreadPool {
     }
 }
 
-/// Returns the seats that a seat wakes. Waking is a tree: if the caller woke 63 threads one after the other,
-/// it would take longer than a shard.
+/// Returns the seats that a seat wakes. Waking is a tree: one after the other, 63 wake-ups would take longer than a
+/// shard.
 fn children(seat: usize, seats: usize) -> Range<usize> {
     (2 * seat + 1).min(seats)..(2 * seat + 3).min(seats)
 }
@@ -292,8 +288,7 @@ fn serve(seat: usize, cores: &[usize], shared: &CallBoard, wakes: Vec<Thread>) {
         let posted = shared.posted.load(Ordering::Acquire);
         match shared.next(seat) {
             Some(call) => {
-                // Children are woken again here: a thread that has not slept since the last call has not
-                // woken them.
+                // A thread that has not slept since the last call has not woken its children yet.
                 wakes.iter().for_each(Thread::unpark);
                 call.loan.run(seat);
                 // The seat may have left blocks because another call is due.
@@ -303,8 +298,7 @@ fn serve(seat: usize, cores: &[usize], shared: &CallBoard, wakes: Vec<Thread>) {
             }
             None => {
                 thread::park();
-                // Children are woken before the look at the calls. This thread may be on a node with nothing
-                // left to do, and the next one not.
+                // Children are woken before the look at the calls: this thread's node may be done, and a child's not.
                 wakes.iter().for_each(Thread::unpark);
             }
         }
@@ -332,8 +326,8 @@ fn settle(cores: &[usize]) {
     }
 }
 
-/// Priority of update threads: one step below the network threads, which work little and must not wait. Measured with a
-/// network thread that woke every millisecond beside two busy threads. With update threads at its own priority it was
-/// 83, 2790 and 1861 us late. With them one step below it was 77, 81 and 76 us late (90th percentile of three runs).
-/// More steps gained nothing, and would lose the update its share against other processes.
+/// Priority of update threads: one step below the network threads, which work little and must not wait. A network
+/// thread that woke every millisecond beside two busy threads of its priority was 83, 2790 and 1861 us late. One step
+/// above them, it was 77, 81 and 76 us late (90th percentile of three runs). More steps gained nothing, and would cost
+/// the update its share against other processes.
 const NICE: i32 = 1;

@@ -17,9 +17,8 @@ pub(super) struct Phase {
     reach: Vec<Range<usize>>,
 }
 
-/// A run's front in the low half and its end in the high half. The owner takes from the front and helpers
-/// from the end. So helpers take the blocks that the owner would come to last. A run has a cache line of its
-/// own, since its owner writes it at every block.
+/// A run's front in the low half and its end in the high half. The owner takes from the front, and helpers from the
+/// end. Each run has its own cache line, which its owner writes at every block.
 #[repr(align(128))]
 struct Run(AtomicU64);
 
@@ -37,7 +36,7 @@ impl Phase {
     pub(super) fn take(&self, seat: usize) -> Option<usize> {
         self.runs[seat].front().or_else(|| {
             let reach = self.reach[seat].clone();
-            // Helpers begin with the run after their own, so that they do not all fall on the same one.
+            // Helpers begin with the run after their own, so that they spread over the runs.
             let others = (seat + 1..reach.end).chain(reach.start..seat);
             others.into_iter().find_map(|other| self.runs[other].end())
         })
@@ -49,8 +48,8 @@ impl Phase {
 
     /// Gives up the blocks that no seat has taken.
     pub(super) fn abandon(&self) {
-        // A swap and no store. A block that another thread takes at the same moment is then taken before, or
-        // not at all, in loom's models too.
+        // A swap instead of a store: a block that another thread takes at the same moment is taken before, or not at
+        // all, in loom's models too.
         self.runs.iter().for_each(|run| _ = run.0.swap(0, Ordering::Relaxed));
     }
 }
