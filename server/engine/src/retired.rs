@@ -1,5 +1,5 @@
-//! Stored fields of earlier versions that decided bits or the layout of state. Every reader of stored JSON
-//! checks for them. A reader that ignored such a field would continue with other bits.
+//! Stored fields of earlier versions that decided bits or the layout of state. Every reader of stored JSON refuses
+//! them: without its field, a job would continue with other bits.
 
 use longshore_proto::{Fault, FaultKind};
 use serde::Deserialize;
@@ -32,7 +32,7 @@ struct RetiredCommit {
     compensation: Option<String>,
 }
 
-/// Refuses JSON with a field that is not read any more. JSON that does not parse is left to its reader.
+/// Refuses JSON with a retired field. JSON that does not parse is left to its reader.
 pub(crate) fn check(json: &[u8]) -> Result<(), Fault> {
     let Ok(Retired { spec, commit, record }) = serde_json::from_slice(json) else { return Ok(()) };
     if spec.is_some_and(|spec| spec.worker_local) {

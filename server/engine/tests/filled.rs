@@ -72,8 +72,7 @@ fn formats() -> impl Strategy<Value = Formats> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(12), ..ProptestConfig::default() })]
 
-    /// Steps 4 to 6 of the first job and steps 1 to 3 of the second, on other servers, get the same
-    /// gradients.
+    /// Steps 4 to 6 of the first job get the same gradients as steps 1 to 3 of the second, on other servers.
     #[test]
     fn a_filled_job_goes_on_to_the_bit(rule in rules(), formats in formats(), seed in 0u64..1 << 40) {
         let leave_out = formats.state != StateFormat::Block8;
@@ -99,7 +98,7 @@ proptest! {
     }
 }
 
-/// The order of arrays and shards does not matter. The job starts with the last chunk, whichever it is.
+/// Arrays and shards may come in any order, and the job starts with the last chunk.
 #[test]
 fn chunks_of_state_come_in_any_order() {
     let spec = job(Rule::AdamW, Formats::default());

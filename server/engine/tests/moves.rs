@@ -1,5 +1,5 @@
-//! Shards move between servers at any step, and servers are lost whose shards have replicas. The bits are those of one
-//! server that keeps them all.
+//! Shards move between servers at any step, and servers are lost whose shards have replicas. One server that keeps all
+//! shards has the same bits.
 
 use std::{collections::BTreeMap, os::unix::fs::MetadataExt, path::Path};
 
@@ -24,8 +24,7 @@ use crate::common::{
 
 const STEPS: u64 = 24;
 const TMPFS: &str = "/dev/shm";
-/// One in so many runs has its drives on a real one. A tmpfs serves the others: a flush takes 4 ms on a real drive, and
-/// two thirds of the test's time were flushes.
+/// One run in so many has its stores on a real drive, where a flush takes 4 ms. The others have them in a tmpfs.
 const ON_A_DRIVE: u64 = 4;
 /// Bytes of a server's header, and of pages that arrays do not fill.
 const SLACK: u64 = 128 << 10;
@@ -257,7 +256,7 @@ impl Moving {
         }
     }
 
-    /// Starts a server's process again, which may have lost the newest version. Or takes the last decision back on all
+    /// Starts a server's process again, which may have lost the newest version; or takes the last decision back on all
     /// servers, and makes it again.
     fn restart(&mut self, commit: &Commit, pushed: u64) {
         let before = Version(commit.step.0 - 1);

@@ -1,5 +1,5 @@
-//! Promise 3 inside one server: workers die at any point of a step and join again. The bits equal those of a
-//! run without deaths.
+//! Promise 3 inside one server: workers die at any point of a step and join again, and the run ends with the bits of
+//! one without deaths.
 
 use longshore_engine::{kernels::Isa, step::Admission};
 use longshore_proto::{
@@ -208,7 +208,7 @@ fn a_sum_keeps_what_it_was_computed_with() {
     }
 }
 
-/// A lone rank's next process makes its step anew, so a restart of the server brings back no sum of the one before.
+/// A lone rank's next process repeats the whole step, so a restart of the server restores no sum of the process before.
 #[test]
 fn sums_of_a_replaced_lone_worker_stay_away_after_a_restart() {
     let (spec, dirs) = (JobSpec { tier: TierKind::Shm, ..shape(1, 1, 0) }, Dirs::new(0));

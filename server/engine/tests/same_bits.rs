@@ -549,7 +549,7 @@ proptest! {
         spill in prop::sample::select(vec![Spill::State, Spill::All]),
     ) {
         let run = Run::random(seed, rule, delay, formats, steps);
-        // Flushes of a real drive take 4 ms each, which was nine tenths of the test's time.
+        // A flush of a real drive takes 4 ms.
         let of = if seed.is_multiple_of(4) { env::temp_dir() } else { "/dev/shm".into() };
         let roots: Vec<_> = (0..directories).map(|_| tempfile::tempdir_in(&of).unwrap()).collect();
         let state_bytes = flat_elements(&run.spec) as u64 * 12;

@@ -1,7 +1,6 @@
-//! The kernels' public functions, which check lengths once a call and hand over to an instruction set's function
-//! of the same name.
+//! The kernels' public functions. Each checks lengths, and calls an instruction set's function of the same name.
 //!
-//! All of them panic if lengths differ, or if this CPU does not have `isa`.
+//! All of them panic if lengths differ, or if this CPU lacks `isa`.
 
 use std::ops::Range;
 
@@ -83,12 +82,12 @@ pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
     dispatch!(isa, cast(source, image))
 }
 
-/// Makes one optimizer step of a range of whole [`QUANTIZATION_BLOCK`](super::QUANTIZATION_BLOCK)s, whose
-/// state is in any formats, as [`update`] does in f32. A param group may begin anywhere in a block, at a
-/// multiple of 16. `segments` give the constants of each part of the range, one after another without gaps.
+/// [`update`] for state in any formats, over a range of whole [`QUANTIZATION_BLOCK`](super::QUANTIZATION_BLOCK)s. A
+/// param group may begin at any multiple of 16 in a block. `segments` give the constants of each part of the range, one
+/// after another without gaps.
 ///
-/// The rules compute in f32. Their results are rounded stochastically, by bits that depend on `random` and
-/// the index of an element alone.
+/// The rules compute in f32. Results are rounded stochastically, by bits that depend only on `random` and the element's
+/// index.
 ///
 /// # Panics
 /// - If the range or its beginning is not a multiple of blocks.

@@ -1,13 +1,12 @@
 //! The arithmetic of a step: update, sum and convert, as free functions over slices of up to a block.
 //!
-//! All instruction sets give the same bits for the same input, whatever its length and alignment. A slice may
-//! be split into calls without other bits; only [`statistics`] belong to the whole slice. The specification
-//! is the plain Rust in `scalar`. `vector` writes each loop once more for 16 lanes of any instruction set,
-//! and `x86` and `aarch64` supply the lanes. There is no approximate reciprocal, no flushed denormal, and one
-//! NaN. Fused multiply-add is used for squares alone, as specified.
+//! All instruction sets give the same bits for the same input, whatever its length and alignment, and however it is
+//! split into calls. Only [`statistics`] belong to the whole slice. The specification is the plain Rust in `scalar`.
+//! `vector` writes each loop once more for 16 lanes of any instruction set, and `x86` and `aarch64` supply the lanes.
+//! Approximate reciprocals are not used, denormals are not flushed, and there is one NaN. Fused multiply-add is used
+//! only for sums of squares, as specified.
 //!
-//! Nothing here allocates, locks or logs. Each call looks once at the instruction set, the rule and the
-//! formats, never in a loop.
+//! Nothing here allocates, locks or logs. Loops do not branch on the instruction set, the rule or the formats.
 
 #![allow(unsafe_code)]
 

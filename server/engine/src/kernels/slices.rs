@@ -1,5 +1,5 @@
-//! Slices of the kernels: borrowed arrays in one of three element formats. 16-bit elements are `u16` bit
-//! patterns, as in payloads and images, so nothing is converted before a kernel sees it.
+//! Slices of the kernels: borrowed arrays in one of three element formats. 16-bit elements are `u16` bit patterns, as
+//! in payloads and images.
 
 use std::ops::Range;
 

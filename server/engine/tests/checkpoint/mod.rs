@@ -42,8 +42,8 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
     }
 }
 
-/// A job on several servers, with weights and gradients that do not depend on its servers and shards. One thread may
-/// train while another makes checkpoints.
+/// A job on several servers, with weights and gradients that do not depend on its servers and shards. It may be trained
+/// on one thread while another makes checkpoints.
 struct Trained {
     cluster: Mutex<Cluster>,
     jobs: Vec<Arc<Job>>,

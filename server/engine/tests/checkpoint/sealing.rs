@@ -244,8 +244,7 @@ fn the_first_sealed_go_first_and_the_one_just_sealed_never() {
     assert_eq!(files(&root.path().join("run")), ["unsealed", "w", "y"]);
 }
 
-/// A job has gone back to an older checkpoint. Its next sealed checkpoint is the newest, whatever its
-/// version.
+/// After a job has gone back to an older checkpoint, its next sealed checkpoint is the newest, whatever its version.
 #[test]
 fn after_a_rollback_the_checkpoint_just_sealed_stays_and_those_left_behind_are_stale() {
     let (_root, store) = store();
@@ -389,8 +388,7 @@ fn files_of_a_killed_server_go_with_a_later_checkpoint_and_those_of_others_stay(
     assert_eq!(files(&root.path().join("run")), ["c", "copied", "d"]);
 }
 
-/// Each host has its own folder. The same servers need nothing of each other, and others are told which part
-/// they lack.
+/// Each host has its own folder. The same servers find the parts that they need. Others are told which part is missing.
 #[test]
 fn each_server_restores_from_a_folder_of_its_own() {
     let cluster = Trained::after(&spec(1, 1), 2, 2);

@@ -39,7 +39,7 @@ pub(crate) fn soon() -> Instant {
 
 const WAIT: Duration = Duration::from_secs(20);
 
-/// Answer to a pushed chunk, with the work that follows.
+/// The answer to a pushed chunk, with the work that follows.
 pub(crate) type Stored = Admission<Option<Work>>;
 
 pub(crate) struct Cluster {
@@ -47,7 +47,7 @@ pub(crate) struct Cluster {
     pub(crate) layout: Layout,
     pub(crate) placement: Placement,
     pub(crate) jobs: Vec<Arc<Job>>,
-    /// Servers that are gone for good. Their jobs are called no more.
+    /// Servers that are gone for good, whose jobs are not called.
     pub(crate) lost: BTreeSet<usize>,
     pub(crate) works: Vec<VecDeque<Work>>,
     /// By server: messages about chunks that reached the drives.
@@ -383,8 +383,8 @@ impl Cluster {
         Job::open(spec, placement, server, &budget, storage, Arc::clone(&self.compute), observer).unwrap()
     }
 
-    /// Opens the job again on a server whose process has ended, whose drives have version `before` or a later one. Opens it
-    /// at that version if the server `steps_back`.
+    /// Opens the job again on a server whose process has ended and whose drives have version `before` or a later one:
+    /// at `before` if the server `steps_back`.
     pub(crate) fn restart(&mut self, server: usize, before: Version, steps_back: bool) {
         let job = self.jobs.remove(server);
         let (spec, placement, number) = (job.spec().clone(), job.opened_with().clone(), job.server());

@@ -172,8 +172,8 @@ impl Dirs {
     }
 }
 
-/// Starts this test binary with the ignored test `child`, and kills it with SIGKILL some time after it has made the file
-/// `ready` in the folder that `variable` names.
+/// Starts this test binary with the ignored test `child`, and waits for the file `ready` in the folder that `variable`
+/// names. Kills the process with SIGKILL some time after that.
 pub(crate) fn run_and_kill(child: &str, variable: &str, dir: &Path, after: Duration) {
     let ready = dir.join("ready");
     let _ = fs::remove_file(&ready);

@@ -136,7 +136,7 @@ fn a_decision_must_fit_its_gradient() {
         let contributions = spec.contributions(spec.world_size);
         let mut flats: Vec<_> = (0..contributions).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
         cluster.step(&flats, &Commit { loss_scale: 1.0, ..commit(&spec, 1) });
-        // This is element 100 of the flat space, in shard 0.
+        // Element 100 of the flat space, in shard 0.
         flats[0][400..404].copy_from_slice(&f32::NAN.to_le_bytes());
         cluster.push(2, &flats);
         let hash = cluster.hash();

@@ -200,9 +200,8 @@ fn placements_name_each_shards_owner() {
     check(&fault, (Conflict, "placement.owners", &["as the job was opened, over 2 servers", "same servers"]));
 }
 
-/// The expected need, by hand. The job has 7 blocks here of 65536 elements. An element takes 12 bytes of
-/// AdamW state, two bf16 images (4), fp32 contributions of two ranks (8) and fp32 sums (4). Each rank has two
-/// connections of 7 MiB.
+/// The expected need, by hand, of 7 blocks of 65536 elements. An element has 12 bytes of AdamW state, two bf16 images
+/// (4), fp32 contributions of two ranks (8) and fp32 sums (4). Each rank has two connections of 7 MiB.
 #[test]
 fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     let spec = small();
@@ -253,7 +252,7 @@ fn a_server_has_room_for_the_shards_that_it_can_then_reserve() {
     assert_eq!(room(&spec, &layout, &storage, base - 1), 0);
 }
 
-/// Moves reckon shard by shard what an opened job takes in one.
+/// Shards that move one by one need as much memory in all as those of an opened job.
 #[test]
 fn shards_one_by_one_take_what_they_take_together_in_every_tier() {
     let dirs = vec!["a".into(), "b".into()];
@@ -297,9 +296,8 @@ fn room_for_many_shards_is_reckoned_shard_by_shard() {
     }
 }
 
-/// The expected need, by hand. Instead of 12 bytes of fp32 state, bf16 takes 2 and 2 and 2. 8-bit moments
-/// take 2 and 1 and 1, with a scale of 4 bytes for each 256 elements and moment. The allocated slabs have the
-/// same size.
+/// The expected need, by hand. Instead of 12 bytes of fp32 state, bf16 takes three times 2. 8-bit moments take 2, 1 and
+/// 1, with a scale of 4 bytes for each 256 elements and moment. The allocated slabs have the same size.
 #[test]
 fn state_in_fewer_bits_needs_fewer_bytes() {
     let elements = 7 * BLOCK as u64;

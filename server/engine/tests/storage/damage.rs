@@ -156,7 +156,7 @@ fn inspection_reads_everything_and_says_what_can_be_recovered() {
             flip_file(&folder.join("data"), at);
         }
         if max_delay > 0 {
-            // A delayed job keeps images, in three slots behind those of the state.
+            // A delayed job's images are in three slots behind those of the state.
             let images = TABLES + 5 * 4096 + 2 * slot_bytes;
             (0..3).for_each(|slot| flip_file(&folder.join("data"), images + slot * 2 * block + 77));
             let report = inspect(&folder).unwrap();

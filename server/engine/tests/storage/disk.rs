@@ -220,8 +220,8 @@ impl Failure {
     const ALL: [Failure; 5] = [Failure::Torn, Failure::Garbled, Failure::Some, Failure::Lost, Failure::Kept];
 }
 
-/// Runs `check` on the disks after each kind of power failure behind each of these numbers of events, with each seed.
-/// Disks that an earlier failure left too, under the same `promise`, are checked once.
+/// Runs `check` on the disks after each kind of power failure, for each of these numbers of events and each seed. Equal
+/// disks under the same `promise` are checked once.
 pub(crate) fn each_crash<P: PartialEq + Copy>(
     (before, events): (&Image, &[Event]),
     counts: RangeInclusive<usize>,

@@ -39,7 +39,7 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         let mut cluster = open(&spec, &dirs.storage).unwrap();
         assert_eq!(joined(&cluster), (2, 2), "{tier:?}");
         is_fenced(&cluster, 1);
-        // Its successor takes part as before, and may repeat its join.
+        // The second process takes part as before, and may repeat its join.
         run_steps(&mut cluster, 4..=4);
         assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(2), None), Ok(true));
         assert_eq!(check(&cluster, &references(&spec, 4)), 4);

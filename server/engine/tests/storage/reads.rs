@@ -150,7 +150,7 @@ fn what_was_read_ahead_is_never_served_for_a_newer_version() {
             for version in [step, step - 1] {
                 job.read_ahead(&slice, Version(version));
             }
-            // This version does not exist yet, and nothing of it is read.
+            // A version that does not exist yet.
             job.read_ahead(&slice, Version(step + 1));
         }
         for version in 0..=step {

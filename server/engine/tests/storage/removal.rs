@@ -124,7 +124,7 @@ fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
     );
 }
 
-/// A process may die between two directories of a new store: both folders are complete, and one is not in its
+/// A process may die between two directories of a new store. Both folders are then complete, and one is not in its
 /// place.
 #[test]
 fn a_store_of_which_one_folder_is_in_its_place_is_finished() {

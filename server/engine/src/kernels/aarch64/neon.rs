@@ -1,5 +1,5 @@
-//! Sixteen lanes are four NEON registers. Advanced SIMD on AArch64 is IEEE-754 throughout (denormals,
-//! division, square root). So nothing needs the care that 32-bit Arm does.
+//! Sixteen lanes are four NEON registers. Advanced SIMD on AArch64 is IEEE-754 throughout: denormals, division and
+//! square root too.
 
 #![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Lanes`.
 

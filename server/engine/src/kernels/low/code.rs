@@ -12,19 +12,18 @@ use longshore_proto::{Moment, Rule};
 /// D(0) = 0        D(q) = 10^i * (1 + 9 * (q - 2^i) / 2^i)        value = scale * D(q) / D(top)
 /// ```
 ///
-/// so `D(2^i) = 10^i`, and decade `i` is cut into `2^i` equal steps: half of all codes are for the largest
-/// decade. The second moment has no sign and spends the bit on twice the steps everywhere and an eighth
-/// decade.
+/// so `D(2^i) = 10^i`, and decade `i` has `2^i` equal steps: half of all codes are for the largest decade. The second
+/// moment has no sign. The spare bit gives it an eighth decade and twice the steps in the others.
 ///
 /// | | code byte | `q` | `top` | smallest / largest | largest step / value in the upper decade |
 /// |---|---|---|---|---|---|
 /// | `Signed` | `q`, or `!q` for a negative value | 0 to 127 | 127 | 1.0e-7 | 14 % |
 /// | `Unsigned` | `q` | 0 to 255 | 255 | 1.0e-8 | 7 % |
 ///
-/// bitsandbytes' map has the same decades and steps, with codes at the middle of the steps and +1 as one more
-/// code. Here codes are at the ends. Their interpolation is then one line per decade, and the least of all
-/// those lines, since they bend downwards. So encoding is a handful of operations. The largest magnitude of a
-/// block is exact in either sign; bitsandbytes shrinks a negative one by 0.7 % in each step.
+/// bitsandbytes' map has the same decades and steps, with codes in the middle of the steps, and one more code for +1.
+/// Here codes are at the ends of the steps. The inverse is then one line per decade, and at each magnitude the lowest
+/// of all these lines, so encoding takes few operations. The largest magnitude of a block is exact in either sign.
+/// bitsandbytes shrinks a negative one by 0.7 % in each step.
 ///
 /// Both zeros (bytes 0 and 255) of the signed code decode to zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -53,8 +52,7 @@ impl Code {
 
 /// The lines of the code. Each table is indexed by four bits of an f32's exponent field.
 pub(in super::super) struct Tables {
-    /// `D(q) / D(top) = slope * f + offset` with `f = q + 0.5`, indexed by the low four bits of the exponent
-    /// of `f`.
+    /// `D(q) / D(top) = slope * f + offset` with `f = q + 0.5`. The index is the low four bits of the exponent of `f`.
     pub(in super::super) slope: [f32; LANES],
     pub(in super::super) offset: [f32; LANES],
     /// Two lines of the inverse, by the exponent of a normalised magnitude less its last bit. There is at

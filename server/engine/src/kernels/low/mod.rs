@@ -1,19 +1,18 @@
 //! State in fewer bits: 16- and 8-bit moments and 16-bit master weights. A step moves every parameter through
 //! memory once in and once out, so fewer bits are less traffic; see [`bytes_per_parameter`].
 //!
-//! Fewer bytes cost arithmetic. AdamW on a bf16 wire takes 0.95 ns a parameter through memory with f32
-//! moments. bf16 moments take 0.74 and 8-bit ones 1.43, on one core that moves 29 GB/s (docs/update.md has
-//! the table). So bf16 moments save time wherever memory is slower than their arithmetic. 8-bit ones save
-//! memory, and no time where a core has memory to itself. Where cores share it, bytes decide.
+//! Fewer bytes cost arithmetic. On one core that moves 29 GB/s, AdamW on a bf16 wire takes 0.95 ns a parameter with f32
+//! moments, 0.74 with bf16 ones and 1.43 with 8-bit ones (docs/update.md). 8-bit moments therefore save time only where
+//! several cores share the memory's bandwidth.
 //!
-//! An update goes in chunks of four [`QUANTIZATION_BLOCK`]s, which stay in L1. bf16 moments are widened and
-//! rounded in the loop of the rule. 8-bit ones are decoded there. The loop leaves f32 on the stack, which is
-//! encoded when the largest of each block is known. Other combinations take a pass for each of these.
+//! An update goes in chunks of four [`QUANTIZATION_BLOCK`]s, which stay in L1. The loop of the rule widens and rounds
+//! bf16 moments, and decodes 8-bit ones. It leaves new 8-bit moments as f32 on the stack, to be encoded once the
+//! largest of each block is known. Other combinations take a pass for each of these.
 //!
-//! Encoding in an update rounds stochastically, for rounding to nearest stands still. With `beta2 = 0.999` a
-//! second moment moves by 0.1 % a step. Half a unit is 0.2 to 0.4 % in bf16 and up to 4 % in 8 bits.
-//! Conversions ([`encode`](super::encode), [`decode`](super::decode)) round to nearest. Decoded values encode
-//! to the same bits (8 bits: from a scale of 2^-100 on).
+//! Encoding in an update rounds stochastically, because rounding to nearest would lose small changes: with `beta2 =
+//! 0.999` a second moment changes by 0.1 % a step. Half a unit is 0.2 to 0.4 % in bf16 and up to 4 % in 8 bits.
+//! Conversions ([`encode`](super::encode), [`decode`](super::decode)) round to nearest. Decoded values encode to the
+//! same bits (8 bits: from a scale of 2^-100 on).
 
 mod code;
 mod drive;
@@ -33,8 +32,7 @@ pub(super) use self::random::{Half, Key};
 use super::{Gradient, ImageMut, isa::LANES};
 use std::ops::Range;
 
-/// Number of elements that share a scale in [`StateFormat::Block8`], whose codes are [`Code`]s. The unit of
-/// all calls on low-precision state.
+/// Number of elements that share a scale in [`StateFormat::Block8`]. Calls on low-precision state take whole blocks.
 pub const QUANTIZATION_BLOCK: usize = QUANTIZATION_ELEMENTS;
 
 /// A moment to update.
@@ -139,8 +137,8 @@ impl StateLow<'_> {
     }
 }
 
-/// The memory traffic of one step in bytes a parameter. Master weights and moments go in and out, the
-/// gradient (`gradient` bytes an element) in and the image (`image` bytes) out.
+/// The memory traffic of one step in bytes a parameter: master weights and moments are read and written, the gradient
+/// (`gradient` bytes) is read, and the image (`image` bytes) is written.
 pub fn bytes_per_parameter(
     rule: Rule,
     master: MasterFormat,

@@ -1,5 +1,4 @@
-//! Passes of an instruction set for an update of low-precision state, and the parts of a chunk that each is
-//! given.
+//! Passes of an instruction set for an update of low-precision state, and the parts of a chunk that they get.
 
 use super::super::isa::LANES;
 use super::super::{Gradient, ImageMut, Scalars, State};
@@ -9,8 +8,8 @@ use super::{Code, QUANTIZATION_BLOCK};
 const BLOCK: usize = QUANTIZATION_BLOCK;
 pub(super) const BLOCKS: usize = CHUNK / BLOCK;
 
-/// Number of elements decoded at a time. Four blocks spread the cost of looking at rule and formats: a branch
-/// or two each, and the rule's constants to registers. The arrays of a chunk still are a quarter of L1.
+/// Number of elements decoded at a time. Branches on rule and formats are taken once for four blocks, and the arrays of
+/// a chunk take a quarter of L1.
 pub(in super::super) const CHUNK: usize = 4 * BLOCK;
 
 /// Passes of an instruction set over one block (`update`: over up to a chunk). All slices of a call have one

@@ -41,9 +41,8 @@ impl<const DECOUPLED: bool> Constants for Adam<f32, DECOUPLED> {
         }
     }
 
-    /// Looks ahead by the known part of the next step. Its moments are those after this step, and its decay
-    /// is that of the new weight. A part of the newest gradient replaces the missing one. Adam's decay is in
-    /// its gradient.
+    /// Looks ahead by the known part of the next step: the moments after this step, and AdamW's decay of the new weight
+    /// (Adam's is part of its gradient). A part of the newest gradient replaces the missing one.
     fn look_ahead(&mut self, hyper: &Hyper, applied: u64, next_lr: f64) {
         let decay = if DECOUPLED { hyper.weight_decay } else { 0.0 };
         self.looks_ahead = true;

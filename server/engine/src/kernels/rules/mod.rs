@@ -1,9 +1,9 @@
-//! The update rules. A rule is one file here and one row of the table below. Its name, number and state
-//! arrays are a row of [`longshore_proto::Rule`].
+//! The update rules. A rule is one file here and one row of the table below. [`longshore_proto::Rule`] has its name,
+//! number and state arrays.
 //!
-//! **The files of rules are the specification.** Every operation of [`Number`] is one IEEE-754 f32 operation,
-//! rounded to nearest, in the order written. Nothing is contracted into a fused multiply-add, and denormals
-//! are kept. The same text is compiled for one element and for 16 lanes of each instruction set.
+//! **The files of rules are the specification.** Every operation of [`Number`] is one IEEE-754 f32 operation, rounded
+//! to nearest, in the order written. Fused multiply-add is not used, and denormals are kept. The same text is compiled
+//! for one element and for 16 lanes of each instruction set.
 
 #![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Number`.
 
@@ -37,7 +37,7 @@ pub(super) trait Number: Copy {
 /// State of as many elements as a number has. Slots at `Rule::SLOTS` and beyond are unused.
 pub(super) type Slots<V> = [V; 2];
 
-/// An update rule with the constants of one step. Its methods are safe under the conditions of [`Number`].
+/// An update rule with the constants of one step. The conditions of [`Number`] hold for its methods too.
 pub(super) trait Rule<V: Number>: Copy {
     const SLOTS: usize;
     /// [`Code::of`] slot 0.
@@ -259,7 +259,7 @@ struct Ahead<V> {
 const NEWEST: f64 = 2.0;
 
 impl Ahead<f32> {
-    /// The factors of an image that does not look ahead. SGD without momentum knows nothing of its next step either.
+    /// The factors of an image that does not look ahead, as with SGD without momentum.
     const NOTHING: Ahead<f32> = Ahead { mean: 0.0, gradient: 0.0, weight: 0.0 };
 
     #[inline(always)]
@@ -275,9 +275,9 @@ impl<V: Number> Ahead<V> {
     }
 }
 
-/// `base^exponent` by squaring. Multiplication rounds alike everywhere. `powf` and `powi` may differ in the
-/// last bit between C libraries, and with it the weights of two servers. The relative error stays below
-/// `exponent * 2^-52`. Where that is large, `base^exponent` has long vanished beside 1.
+/// `base^exponent` by squaring. Multiplication rounds alike everywhere. `powf` and `powi` may differ in the last bit
+/// between C libraries, and so would the weights of two servers. The relative error stays below `exponent * 2^-52`.
+/// Where that is large, `base^exponent` is negligible beside 1.
 fn power(base: f64, exponent: u64) -> f64 {
     let (mut result, mut square, mut rest) = (1.0, base, exponent);
     while rest > 0 {
@@ -290,7 +290,7 @@ fn power(base: f64, exponent: u64) -> f64 {
     result
 }
 
-/// `e^x` for x up to 0, by a series. The bits are the same everywhere, as those of [`power`].
+/// `e^x` for x up to 0, by a series, with the same bits everywhere.
 fn exponential(x: f64) -> f64 {
     let (mut x, mut times) = (x.max(-1024.0), 1);
     while x < -1.0 {

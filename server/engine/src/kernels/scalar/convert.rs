@@ -2,9 +2,8 @@
 
 use half::f16;
 
-/// The only NaN that is ever stored. Instruction sets differ in the sign and payload that an operation
-/// generates or takes from an operand. So results that are NaN are stored as this pattern. Rounded to f16 and
-/// bf16 it gives 0x7E00 and 0x7FC0.
+/// The only NaN that is ever stored, since instruction sets differ in the sign and payload of NaN results. Rounded to
+/// f16 and bf16 it gives 0x7E00 and 0x7FC0.
 pub(in super::super) const CANONICAL_NAN: f32 = f32::from_bits(0x7FC0_0000);
 
 /// `x`, or the canonical NaN for any NaN.
@@ -72,10 +71,9 @@ impl Format for F16 {
     }
 }
 
-/// bf16 is the upper half of an f32, so rounding is integer addition. The addend is half a unit less one,
-/// plus one where the last kept bit is odd. Carries go from mantissa into exponent and from the largest
-/// finite value to infinity. (AVX512-BF16's and Arm's own conversions are not used: the former flushes
-/// denormals.)
+/// bf16 is the upper half of an f32, so rounding is integer addition. The addend is half a unit less one, plus one
+/// where the last kept bit is odd. Carries from the mantissa go into the exponent, up to infinity. (AVX512-BF16's own
+/// conversion would flush denormals.)
 impl Format for Bf16 {
     type Bits = u16;
 

@@ -235,7 +235,7 @@ fn a_short_image_is_refused() {
     update(Isa::Scalar, &scalars, Gradient::f32(&[0.0; 4]), state, ImageMut::Bf16(&mut [0; 3]));
 }
 
-/// Hosts of Python flush denormals or round otherwise, and their threads compute.
+/// A Python process may flush denormals or round otherwise on the threads that call the kernels.
 #[test]
 fn no_bit_depends_on_the_floating_point_mode_of_the_calling_thread() {
     let noise = &mut Noise(36);
@@ -263,8 +263,8 @@ fn no_bit_depends_on_the_floating_point_mode_of_the_calling_thread() {
     }
 }
 
-/// The test makes one number a rule out of weights, state and image after three steps. A changed constant means that
-/// running jobs would change their weights' bits over an upgrade, and that servers of two builds disagree.
+/// One number a rule, from weights, state and image after three steps. If it changes, running jobs would change their
+/// weights' bits over an upgrade, and servers of two builds would disagree.
 #[test]
 fn bits_have_not_changed() {
     for isa in Isa::available() {
@@ -297,7 +297,7 @@ fn golden(isa: Isa, rule: Rule) -> u64 {
     let state = state.state();
     let ImageMut::Bf16(image) = image.image() else { unreachable!() };
     let words = [&*state.master, state.first, state.second].into_iter().flatten().map(|x| x.to_bits());
-    // This is FNV-1a over 32-bit words.
+    // FNV-1a over 32-bit words.
     words
         .chain(image.iter().map(|&bits| u32::from(bits)))
         .fold(0xCBF2_9CE4_8422_2325, |hash, word| (hash ^ u64::from(word)).wrapping_mul(0x0100_0000_01B3))

@@ -1,5 +1,5 @@
 //! Conversions on every instruction set: 16 bits against the `half` crate and their definition, and the 8-bit code
-//! against its definition, written down once more here, in f64.
+//! against its definition in f64.
 
 use half::{bf16, f16};
 
@@ -30,9 +30,8 @@ fn every_16_bit_pattern_widens_as_half_says() {
     }
 }
 
-/// Inputs have every sign, exponent and kept bit, with every case of the cut bits. The cases are: nothing, a
-/// little, just below half, half, just above, almost one. f16 cuts 13 bits (more where it is denormal), bf16
-/// 16.
+/// Inputs have every sign, exponent and kept bit. The cut bits are nothing, a little, just below half, half, just above
+/// half, or almost one. f16 cuts 13 bits (more where it is denormal), bf16 16.
 #[test]
 fn every_rounding_case_narrows_as_defined() {
     const CUT_13: [u32; 6] = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF];
@@ -59,7 +58,7 @@ fn every_rounding_case_narrows_as_defined() {
 fn define_f16(x: f32) -> u16 {
     let magnitude = f64::from(x.abs());
     let sign = if x.is_sign_negative() { 0x8000 } else { 0 };
-    // This is halfway between the largest f16, 65504, and the next one if there were one.
+    // Halfway between the largest f16, 65504, and the next one if there were one.
     if magnitude >= 65520.0 {
         return sign | 0x7C00;
     }

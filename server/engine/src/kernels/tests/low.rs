@@ -126,7 +126,7 @@ proptest! {
     }
 }
 
-/// A changed constant means that jobs change their bits over an upgrade, as in `bits_have_not_changed` for f32 state.
+/// If the constant changes, jobs would change their bits over an upgrade, as in `bits_have_not_changed` for f32 state.
 #[test]
 fn low_bits_have_not_changed() {
     let found: Vec<u64> = Isa::available()
@@ -147,8 +147,8 @@ fn low_bits_have_not_changed() {
 const RULES: [Rule; 5] = [Rule::AdamW, Rule::Adam, Rule::Sgd, Rule::Lion, Rule::Adagrad];
 const GOLDEN: u64 = 0x8711_189d_0257_1cc1;
 
-/// No random bits carry the largest magnitude of a block past the top of its code. (The code may end one
-/// below, once in 2^16: the reciprocal of a scale is rounded.)
+/// No random bits carry the largest magnitude of a block past the top of its code. (Once in 2^16 the code is one below
+/// the top: the reciprocal of a scale is rounded.)
 #[test]
 fn equal_magnitudes_stay_at_the_top_of_the_code() {
     let (count, mut noise) = (16 * BLOCK, Noise(5));
@@ -205,7 +205,7 @@ fn small_second_moments_do_not_round_to_zero() {
     assert_eq!(codes[BLOCK - 16..], [0; 16], "a second moment of 0 stays");
 }
 
-/// SGD without momentum does not touch its buffer, and does not even round it anew.
+/// SGD without momentum does not touch its buffer, not even to round it again.
 #[test]
 fn blocks_of_plain_sgd_keep_their_moment() {
     let mut noise = Noise(5);
@@ -235,8 +235,7 @@ fn blocks_of_plain_sgd_keep_their_moment() {
 /// The mean of `value`, rounded once in each of `steps` steps at 255 positions of a block. The block's
 /// largest magnitude is `scale`.
 fn rounded(format: StateFormat, value: f32, scale: f32, steps: u64) -> f64 {
-    // In SGD with momentum 1 the buffer becomes itself plus the gradient, so that from 0 any f32 value is rounded
-    // once.
+    // SGD with momentum 1 adds the gradient to its buffer, so that from 0 any f32 value is rounded once.
     let hyper = Hyper { momentum: 1.0, weight_decay: 0.0, lr: 0.0, ..Hyper::default() };
     let scalars = Scalars::new(Rule::Sgd, &hyper, 2, 1.0);
     let mut gradient = vec![value; BLOCK];

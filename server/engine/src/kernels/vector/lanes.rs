@@ -7,9 +7,9 @@ use super::super::scalar::convert::{Bf16, F16, F32, Format, Nothing};
 /// Sixteen f32 lanes. Each method acts in every lane as the scalar reference does on one element, bit for
 /// bit. A NaN may be any NaN until [`quiet`](Lanes::quiet).
 ///
-/// Methods are `#[inline(always)]` without `#[target_feature]`, and so are all generic loops over them. The
-/// one function per kernel that has the feature enabled contains them all (see `entry_points!`). A method
-/// that is not inlined there would call every intrinsic as a function.
+/// Methods, and all generic loops over them, are `#[inline(always)]` without `#[target_feature]`: they must be inlined
+/// into the one function per kernel that has the feature (see `entry_points!`). Elsewhere every intrinsic would be a
+/// call.
 ///
 /// # Safety
 /// For all methods: this CPU has the instruction set of the implementing type. Pointers are valid for 16

@@ -1,5 +1,5 @@
-//! The loops, written once for 16 lanes of any instruction set. Each does the longest middle part of a slice
-//! that is a multiple of 16 elements. The scalar reference does the ends.
+//! The loops, written once for 16 lanes of any instruction set. The scalar reference does the ends of slices, which are
+//! no multiple of 16 elements.
 
 #![allow(unsafe_code, unsafe_op_in_unsafe_fn)] // The contract of every function here is that of `Lanes`.
 

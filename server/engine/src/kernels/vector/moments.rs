@@ -7,7 +7,7 @@ use super::lanes::Lanes;
 
 /// Both moments, 16 elements at a time. Its methods are safe under the conditions of [`Lanes`].
 pub(super) trait Moments<V: Lanes>: Copy {
-    /// Loads the first `count` moments of elements `i` and on; the others mean nothing. `code` is the first one's.
+    /// Loads the first `count` moments of elements `i` and on; the others have no meaning. `code` is the first one's.
     unsafe fn load(self, i: usize, count: usize, code: Code) -> Slots<V>;
     /// Asks for the memory of moments that will be loaded, `ahead` of elements `i` and on.
     unsafe fn prefetch(self, i: usize, count: usize, ahead: usize);

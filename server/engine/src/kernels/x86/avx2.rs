@@ -346,8 +346,8 @@ unsafe fn pack_upper(low: __m256i, high: __m256i) -> __m256i {
     _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
 }
 
-/// Permutations look at three bits of an index. So both halves of the table are looked up, and the fourth
-/// bit, moved to the sign, chooses.
+/// Permutations take three bits of an index. So both halves of the table are looked up, and the fourth bit, moved to
+/// the sign, chooses.
 #[inline(always)]
 unsafe fn lookup(table: Avx2, index: __m256i) -> __m256 {
     let (low, high) = (_mm256_permutevar8x32_ps(table.0, index), _mm256_permutevar8x32_ps(table.1, index));
