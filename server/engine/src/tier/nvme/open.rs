@@ -227,7 +227,7 @@ impl NvmeTier {
         let newer = records.valid.keys().copied().filter(|version| *version > record.version).collect();
         let recovery = Recovery { record: record.clone(), slots, previous, newer };
         *crate::lock(&self.recovery) = Some(recovery);
-        self.pager.recovered(slots, &record, &apart)?;
+        self.pager.recovered(slots, &record, &apart);
         Ok(Some(record))
     }
 

@@ -313,18 +313,12 @@ impl ShardPager {
 
     /// Begins with every shard in this slot, as in a recovered store, except for shards that lie apart. All checksums
     /// are known. The resident shards are read first.
-    pub(super) fn recovered(
-        self: &Arc<Self>,
-        slots: Slots,
-        record: &Record,
-        apart: &[Apart],
-    ) -> Result<(), Fault> {
+    pub(super) fn recovered(self: &Arc<Self>, slots: Slots, record: &Record, apart: &[Apart]) {
         let mut state = self.lock();
         (state.slots, state.version) = (slots, record.version);
         for (owned, entry) in state.entries.iter_mut().enumerate() {
             let is_here = self.kept(record, owned).is_some();
-            (entry.slot, entry.blank, entry.tabled) = (slots.state, !is_here, is_here);
-            entry.named = is_here;
+            (entry.slot, entry.blank, entry.tabled, entry.named) = (slots.state, !is_here, is_here, is_here);
         }
         for Apart { owned, slot, images, .. } in apart {
             let Some(owned) = self.plan.order.get(*owned).map(|owned| owned.index()) else { continue };
@@ -332,18 +326,15 @@ impl ShardPager {
             (entry.slot, entry.blank, entry.tabled) = (slot.unwrap_or_default(), slot.is_none(), false);
             entry.fetched_images = images.iter().fold(0, |slots, (slot, _)| slots | 1 << slot);
         }
-        let is_read = |owned: &OwnedShard| self.resident[owned.index()];
-        for owned in OwnedShard::all(self.resident.len()).filter(is_read) {
-            if state.entries[owned.index()].blank {
-                continue;
-            }
-            let holding = mem::replace(&mut state.entries[owned.index()].holding, Holding::Disk);
-            if let Holding::Ready(held) = holding {
+        for owned in OwnedShard::all(self.resident.len()).filter(|&owned| self.is_resident(owned)) {
+            let entry = &mut state.entries[owned.index()];
+            if !entry.blank
+                && let Holding::Ready(held) = mem::replace(&mut entry.holding, Holding::Disk)
+            {
                 self.read(&mut state, owned, held.region);
             }
         }
         self.read_ahead(&mut state);
-        Ok(())
     }
 
     /// The next version starts at the first shard.
@@ -403,14 +394,8 @@ impl ShardPager {
             let entry = &state.entries[owned.index()];
             *owned != wanted && !self.resident[owned.index()] && matches!(entry.holding, Holding::Ready(_))
         };
-        let dirty = |owned: &OwnedShard| {
-            let holding = &state.entries[owned.index()].holding;
-            matches!(holding, Holding::Ready(held) if held.dirty)
-        };
-        let clean = OwnedShard::all(count)
-            .filter(ready)
-            .filter(|owned| !dirty(owned))
-            .max_by_key(|&owned| distance(owned));
+        let clean = |owned: &OwnedShard| ready(owned) && !state.entries[owned.index()].is_dirty();
+        let clean = OwnedShard::all(count).filter(clean).max_by_key(|&owned| distance(owned));
         if let Some(owned) = clean {
             let held = mem::replace(&mut state.entries[owned.index()].holding, Holding::Disk);
             return Ok(if let Holding::Ready(held) = held { Some(held.region) } else { None });
@@ -566,16 +551,11 @@ impl ShardPager {
         for owned in OwnedShard::all(self.plan.shards.len()) {
             let mut state = self.lock();
             state.check()?;
-            if let Holding::Ready(held) = &state.entries[owned.index()].holding
-                && held.dirty
-                && !(may_lack && state.entries[owned.index()].blank)
-            {
+            let (entry, place) = (&state.entries[owned.index()], &self.plan.shards[owned.index()]);
+            if entry.is_dirty() && !(may_lack && entry.blank) {
                 self.write_dirty(&mut state, owned);
-            } else if state.entries[owned.index()].blank
-                && !may_lack
-                && self.plan.shards[owned.index()].opened
-            {
-                return Err(internal(self.plan.shards[owned.index()].shard, "loaded before the start"));
+            } else if entry.blank && !may_lack && place.opened {
+                return Err(internal(place.shard, "loaded before the start"));
             }
         }
         self.wait_for_writes()
@@ -588,6 +568,12 @@ impl ShardPager {
         while state.failed.is_none() && state.entries.iter().any(moving) {
             state = self.wait(state);
         }
+    }
+}
+
+impl Entry {
+    fn is_dirty(&self) -> bool {
+        matches!(&self.holding, Holding::Ready(held) if held.dirty)
     }
 }
 
