@@ -53,7 +53,7 @@ impl Job {
             self.protocol.keep_joined()?;
             durable.start(&record).map_err(|fault| self.protocol.fail(fault))?;
         }
-        self.finish_load();
+        lock(&self.load).finish();
         self.protocol.notify();
         Ok(())
     }
@@ -330,7 +330,8 @@ impl Job {
             let limit = format!("within its {length}, and whole blocks of an image");
             return Err(Fault::invalid("fetch.offset", value, limit, remedy));
         }
-        self.spare_snapshots(owned, awaited.version);
+        // Snapshots of a version from before the shard left this server copy it first.
+        self.snapshots.take_before(self, owned, awaited.version.next_step());
         if array >= IMAGE {
             let age = if array == IMAGE { ImageAge::Current } else { ImageAge::Older };
             return self.images.receive((owned, awaited.version, age), offset, bytes);
@@ -340,11 +341,6 @@ impl Job {
                 array[place.clone()].copy_from_slice(bytes);
             });
         })
-    }
-
-    /// Lets snapshots copy the shard first, if their version is from before the shard left this server.
-    fn spare_snapshots(&self, owned: OwnedShard, version: Version) {
-        self.snapshots.take_before(self, owned, version.next_step());
     }
 
     /// Returns Some once the image of an awaited shard may be written, and [`Job::fetched`] called. A tier that stores
@@ -381,11 +377,6 @@ impl Job {
         let works = self.protocol.machine().fetched(owned, version);
         self.protocol.notify();
         Ok(works)
-    }
-
-    /// Ends the wait for weights. A server that begins later fetches its state shard by shard.
-    fn finish_load(&self) {
-        lock(&self.load).finish();
     }
 }
 

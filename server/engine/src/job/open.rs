@@ -62,7 +62,9 @@ impl Job {
         let Opened { store: mut tier, buffers, recovered } = opened;
         let made = tier.durable.clone().filter(|_| matches!(recovered, Recovered::Nothing));
         let mut unopened = Unopened(made);
-        let space = space.or_else(|| Some(Space::of_tier(buffers?, spec)));
+        // Images in a tier's memory are not shared: a process that may read its file could also write it.
+        let of_tier = |slab| Space { slab, shared: None, widths: Widths::of(spec) };
+        let space = space.or_else(|| buffers.map(of_tier));
         let space = space.expect("a tier that keeps the buffers gives their memory");
         // An earlier process has left the buffers of the shards that it had.
         let is_new = !matches!(recovered, Recovered::Interrupted(_));
@@ -228,12 +230,6 @@ impl Space {
         let used = sizes.iter().filter(|size| size.used).map(|size| size.bytes);
         let slab = Slab::allocate_sparse(Slab::bytes_for(bytes_of(&sizes)), Slab::bytes_for(used))?;
         Ok(Space { slab, shared, widths })
-    }
-
-    /// Takes memory that a tier keeps, [`Space::bytes`] long. Images there are not shared, since a process that may
-    /// read the file could also write it.
-    fn of_tier(slab: Slab, spec: &JobSpec) -> Space {
-        Space { slab, shared: None, widths: Widths::of(spec) }
     }
 
     /// Returns the bytes that all buffers need in one piece.

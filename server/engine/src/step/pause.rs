@@ -42,7 +42,8 @@ impl Machine {
             _ => {}
         }
         let Phase::Paused { .. } = self.phase else { return self.check_resumed(loss_scale).map(|()| false) };
-        if loss_scale != 0.0 && !self.is_paused_by_commit() {
+        // A pause that came with the decision has no standing yet: no rank has begun a step that reads its version.
+        if loss_scale != 0.0 && self.standing.is_some() {
             return Err(Refusal::LossScaleInUse { loss_scale, version: self.version });
         }
         let chosen = Some(loss_scale).filter(|&scale| scale != 0.0);
@@ -55,12 +56,6 @@ impl Machine {
         self.resumes += 1;
         self.resumed_loss_scale = loss_scale;
         Ok(true)
-    }
-
-    /// Returns true if the pause came with the decision: then no rank has begun a step that reads its
-    /// version.
-    fn is_paused_by_commit(&self) -> bool {
-        self.standing.is_none()
     }
 
     /// Returns true if the pause that came with the last decision has ended.

@@ -120,11 +120,7 @@ impl Contribution {
     }
 
     pub(in crate::job) fn gradient(&self, dtype: Dtype) -> Gradient<'_> {
-        self.lent.as_ref().map_or_else(|| self.own_gradient(dtype), |lent| cast(lent.bytes(), dtype))
-    }
-
-    fn own_gradient(&self, dtype: Dtype) -> Gradient<'_> {
-        cast(self.region.bytes().into(), dtype)
+        cast(self.lent.as_ref().map_or_else(|| self.region.bytes().into(), |lent| lent.bytes()), dtype)
     }
 }
 

@@ -118,7 +118,7 @@ impl ReadWindow {
         let mut taken = InUse { window: self, place, buffer: None };
         loop {
             let inner = lock(&self.inner);
-            if !inner.places.is_reading(place) {
+            if !inner.places.places[place].reading {
                 taken.buffer = inner.buffers[place].clone();
                 drop(inner);
                 // A failed read has failed the store.
@@ -276,10 +276,6 @@ impl Places {
         let place = &mut self.places[index];
         place.reading = false;
         place.holds = place.holds.filter(|_| whole);
-    }
-
-    fn is_reading(&self, index: usize) -> bool {
-        self.places[index].reading
     }
 
     fn release(&mut self, index: usize) {
