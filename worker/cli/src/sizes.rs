@@ -31,7 +31,7 @@ pub(crate) fn parse_count(text: &str) -> Result<u64, String> {
         _ => return Err(format!("{unit:?} is not a unit: write K, M, B or T, as in 200M")),
     };
     let value = number.parse::<f64>().map_err(|_| format!("{text:?} is not a number, as in 200M"))? * factor;
-    if !(1.0..1e16).contains(&value) {
+    if !(1.0..=1e16).contains(&value) {
         return Err(format!("{text} is not between 1 and 10000T"));
     }
     Ok(value as u64)
@@ -41,8 +41,13 @@ pub(crate) fn parse_count(text: &str) -> Result<u64, String> {
 mod tests {
     #[test]
     fn counts_are_read_as_written() {
-        for (text, count) in [("65536", 65536), ("200M", 200_000_000), ("1.5b", 1_500_000_000), ("4k", 4000)]
-        {
+        for (text, count) in [
+            ("65536", 65536),
+            ("200M", 200_000_000),
+            ("1.5b", 1_500_000_000),
+            ("4k", 4000),
+            ("10000T", 10_000_000_000_000_000),
+        ] {
             assert_eq!(super::parse_count(text), Ok(count));
         }
         for text in ["", "M", "0", "-1", "1 apple", "1e30"] {

@@ -23,6 +23,9 @@ use crate::{
     sizes::{human, parse_count},
 };
 
+/// A larger number of folders is a typing error. Each becomes a path.
+const MOST_STATE_DIRS: usize = 1024;
+
 #[derive(Clone, clap::Args)]
 pub(super) struct Args {
     /// Parameters, as in 7B: a transformer whose width is 128 times its layers
@@ -132,7 +135,9 @@ impl Args {
     }
 
     fn check(&self) -> anyhow::Result<()> {
-        ensure!(self.servers > 0 && self.state_dirs > 0, "--servers and --state-dirs must be at least 1");
+        ensure!(self.servers > 0, "--servers must be at least 1");
+        let dirs = 1..=MOST_STATE_DIRS;
+        ensure!(dirs.contains(&self.state_dirs), "--state-dirs must be from 1 to {MOST_STATE_DIRS}");
         ensure!(self.shard_elements > 0, "--shard-elements must be at least 1");
         let positive = self.step_s.is_none_or(|seconds| seconds > 0.0 && seconds.is_finite());
         ensure!(positive, "--step-s must be above 0");
@@ -183,9 +188,16 @@ impl Requirements {
             }
         }
         let parameters: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
-        let frozen = args.frozen() as f64 / parameters as f64;
-        let gpus =
-            gpus::Plan::of(&args.gpus, model, &spec, (args.servers, layout.shards()), (frozen, on_drives))?;
+        let job = gpus::Job {
+            spec: &spec,
+            parameters,
+            frozen: args.frozen() as f64 / parameters as f64,
+            is_sliced: args.is_sliced(),
+            servers: args.servers,
+            shards: layout.shards(),
+            drives: on_drives,
+        };
+        let gpus = gpus::Plan::of(&args.gpus, model, &job)?;
         short.extend(gpus.short());
         Ok(Requirements {
             gpus,

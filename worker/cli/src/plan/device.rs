@@ -66,7 +66,7 @@ impl Peak {
     }
 
     pub(crate) fn total(&self) -> u64 {
-        self.weights + self.gradients + self.activations.unwrap_or(0)
+        (self.weights + self.gradients).saturating_add(self.activations.unwrap_or(0))
     }
 }
 
@@ -75,23 +75,27 @@ fn in_use_and_next(units: &[u64]) -> u64 {
     units.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(alone)
 }
 
-/// Returns the bytes of activations on the device, and on the host.
+/// Returns the bytes of activations on the device, and on the host. The largest --sequences times the largest --context
+/// need more than 64 bits, so the result saturates.
 ///
 /// The device has the inputs of all blocks and the inside of one, or the insides of all. At the end of forward it
 /// also has the logits. If inputs wait in the host's memory, the device has two inputs: that of the block in use,
 /// and one on its way.
 fn activations(model: &Model, work: &Workload) -> Option<(u64, u64)> {
     let sizes = model.transformer?;
-    let tokens = work.sequences * work.context;
-    let input = tokens * sizes.width * WIDTH;
+    let layers = u128::from(sizes.layers);
+    let tokens = u128::from(work.sequences * work.context);
+    let input = tokens * u128::from(sizes.width * WIDTH);
     // A token goes through several experts, each with an inside of its own.
-    let inside = tokens * sizes.width * INSIDE * sizes.experts.0;
-    let logits = tokens * sizes.vocabulary * LOGITS;
-    Some(match (work.checkpointing, work.offloading) {
-        (true, true) => (input * sizes.layers.min(2) + inside.max(logits), input * sizes.layers),
-        (true, false) => (input * sizes.layers + inside.max(logits), 0),
-        (false, _) => (inside * sizes.layers + logits, 0),
-    })
+    let inside = tokens * u128::from(sizes.width * INSIDE * sizes.experts.0);
+    let logits = tokens * u128::from(sizes.vocabulary * LOGITS);
+    let (on_device, on_host) = match (work.checkpointing, work.offloading) {
+        (true, true) => (input * layers.min(2) + inside.max(logits), input * layers),
+        (true, false) => (input * layers + inside.max(logits), 0),
+        (false, _) => (inside * layers + logits, 0),
+    };
+    let saturated = |bytes: u128| u64::try_from(bytes).unwrap_or(u64::MAX);
+    Some((saturated(on_device), saturated(on_host)))
 }
 
 /// Returns the elements of the largest transformer that fits on a device at a stage. Its width is 128 times its
@@ -165,6 +169,9 @@ mod tests {
         assert_eq!(kept, Some(8 * tokens * width * 2 + tokens * width * 34));
         let all = Peak::of(&model, &Workload { checkpointing: false, ..WORK }, Stage::Two).activations;
         assert_eq!(all, Some(8 * tokens * width * 34 + tokens * 1000 * 8));
+        let most = Workload { sequences: 1 << 20, context: 1 << 24, ..WORK };
+        let wide = Model::transformer_of(8192, 1000);
+        assert_eq!(Peak::of(&wide, &most, Stage::Two).activations, Some(u64::MAX));
     }
 
     #[test]

@@ -72,7 +72,7 @@ impl Model {
     }
 
     pub(crate) fn elements(&self) -> u64 {
-        self.tensors.iter().map(Tensor::elements).sum()
+        sum(&self.tensors)
     }
 
     /// Returns the elements that a token's forward pass multiplies by: all but the experts that the token skips.
@@ -101,12 +101,18 @@ impl Model {
     }
 
     pub(crate) fn unit_elements(&self, division: Division) -> Vec<u64> {
-        let elements = |unit: Range<usize>| self.tensors[unit].iter().map(Tensor::elements).sum();
+        let elements = |unit: Range<usize>| sum(&self.tensors[unit]);
         match division {
             Division::Blocks => self.units().into_iter().map(elements).collect(),
             Division::Tensors => self.tensors.iter().map(Tensor::elements).collect(),
         }
     }
+}
+
+/// Returns the elements of these tensors. A file from elsewhere may claim any shape, so the sum saturates, and the job's
+/// limit then refuses it.
+fn sum(tensors: &[Tensor]) -> u64 {
+    tensors.iter().fold(0, |sum, tensor| sum.saturating_add(tensor.elements()))
 }
 
 /// Returns a tensor's block: its name up to the first part that is a number, as in `model.layers.7`.
@@ -142,5 +148,7 @@ mod tests {
         assert_eq!(model.units(), [0..2, 2..4, 4..5, 5..6, 6..7]);
         assert_eq!(model.unit_elements(Division::Blocks), [12, 12, 6, 6, 6]);
         assert_eq!(model.unit_elements(Division::Tensors), [6; 7]);
+        let tensors = vec![Tensor::new("a", &[1 << 40, 1 << 40]), Tensor::new("b", &[2])];
+        assert_eq!(Model { tensors, transformer: None }.elements(), u64::MAX);
     }
 }

@@ -58,44 +58,51 @@ pub(super) struct Plan {
     until: &'static str,
 }
 
+/// The planned job, as its servers have it.
+pub(super) struct Job<'a> {
+    pub(super) spec: &'a JobSpec,
+    pub(super) parameters: u64,
+    /// Frozen part of the parameters, from 0 to 1.
+    pub(super) frozen: f64,
+    pub(super) is_sliced: bool,
+    pub(super) servers: u32,
+    /// Servers beyond this number would own nothing.
+    pub(super) shards: u32,
+    pub(super) drives: DriveTraffic,
+}
+
 impl Plan {
-    pub(super) fn of(
-        args: &Args,
-        model: &Model,
-        spec: &JobSpec,
-        // Servers beyond the number of shards would own nothing.
-        (servers, shards): (u32, u32),
-        (frozen, drives): (f64, DriveTraffic),
-    ) -> anyhow::Result<Plan> {
-        let hardware = &args.hardware;
+    pub(super) fn of(args: &Args, model: &Model, job: &Job<'_>) -> anyhow::Result<Plan> {
+        let (hardware, spec) = (&args.hardware, job.spec);
         let work = Workload {
             sequences: args.sequences.into(),
             context: args.context.into(),
             checkpointing: !args.keep_activations,
             offloading: args.offload_activations,
             versions: 1 + u64::from(spec.max_delay),
-            trained: 1.0 - frozen,
+            trained: 1.0 - job.frozen,
             division: args.units,
         };
         let memory = hardware.gpu_memory.map(|size| size.0);
-        let speeds = hardware.speeds(drives.update > 0.0)?;
+        let speeds = hardware.speeds(job.drives.update > 0.0)?;
         ensure!(
             speeds.is_none() || model.transformer.is_some(),
             "--gpu-tflops is given, but nothing says how much this model computes: put its config.json beside it"
         );
         let vocabulary = model.transformer.map_or(VOCABULARY, |transformer| transformer.vocabulary);
-        let sliced = hardware.has_fabric() && spec.world_size > 1;
+        // The transformer of --params only comes near their number.
+        let scale = job.parameters as f64 / model.elements() as f64;
         let stages = [Stage::Two, Stage::Three].map(|stage| {
             let flops = speeds.map_or(f64::INFINITY, |speeds| speeds.gpu_flops);
-            let units = units(model, spec, &work, flops);
-            let peak = Peak::of(model, &work, stage).scaled(scale(model, spec));
+            let units = units(model, scale, &work, flops);
+            let peak = Peak::of(model, &work, stage).scaled(scale);
             let run = Run {
                 stage,
                 room: room(&peak, memory),
                 activations: peak.on_host as f64,
-                ..Run::of(spec, units, servers.into(), sliced, drives)
+                ..Run::of(spec, units, job.servers.into(), job.is_sliced, job.drives)
             };
-            let most = MOST_SERVERS.min(shards);
+            let most = MOST_SERVERS.min(job.shards);
             let step = speeds.map(|speeds| (run.step(&speeds), enough_servers(&run, &speeds, most).0));
             Of {
                 stage,
@@ -106,7 +113,7 @@ impl Plan {
                 step,
             }
         });
-        let (retained, until) = retained(spec, frozen, sliced);
+        let (retained, until) = retained(job);
         Ok(Plan { gpus: spec.world_size, memory, stages, retained, until })
     }
 
@@ -215,17 +222,10 @@ fn number(stage: Stage) -> u32 {
     }
 }
 
-/// Ratio of the job's parameters to its transformer's. The transformer of --params only comes near the number.
-fn scale(model: &Model, spec: &JobSpec) -> f64 {
-    let wanted: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
-    wanted as f64 / model.elements() as f64
-}
-
 /// Returns sizes and times of the units. A token takes 2 operations per element in forward and 4 in backward
 /// (Kaplan et al., 2020). Recomputing the forward pass in backward adds 2. Half of the 4 make the gradient of
 /// parameters, which frozen ones lack.
-fn units(model: &Model, spec: &JobSpec, work: &Workload, flops: f64) -> Vec<Unit> {
-    let scale = scale(model, spec);
+fn units(model: &Model, scale: f64, work: &Workload, flops: f64) -> Vec<Unit> {
     let tokens = (work.sequences * work.context) as f64;
     let active = model.active() as f64 / model.elements() as f64;
     let backward = 2.0 + 2.0 * work.trained + if work.checkpointing { 2.0 } else { 0.0 };
@@ -250,9 +250,9 @@ fn room(peak: &Peak, memory: Option<u64>) -> f64 {
 ///
 /// A step begins once the version that it reads is decided, and a version is decided once the one before is
 /// durable. So a delay adds a step, and drives add another.
-fn retained(spec: &JobSpec, frozen: f64, sliced: bool) -> (u64, &'static str) {
-    let elements: u64 = spec.params.iter().map(|param| param.shape[0]).sum();
-    let trained = elements as f64 * (1.0 - frozen) / if sliced { f64::from(spec.world_size) } else { 1.0 };
+fn retained(Job { spec, parameters, frozen, is_sliced, .. }: &Job<'_>) -> (u64, &'static str) {
+    let ranks = if *is_sliced { f64::from(spec.world_size) } else { 1.0 };
+    let trained = *parameters as f64 * (1.0 - frozen) / ranks;
     let step = (trained * spec.gradient_dtype.bytes() as f64).ceil() as u64 * u64::from(spec.micro_steps);
     let durable_later = spec.properties().durable_later;
     let steps = 1 + u64::from(spec.max_delay) + u64::from(durable_later);
