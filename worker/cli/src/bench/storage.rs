@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, anyhow};
 use longshore_engine::{
     io::Engine,
     threads::{ThreadPool, available_threads},
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 use super::{job, median, param};
 use crate::{
-    output::Output,
+    output::{Output, wrong_use},
     sizes::{human, parse_count},
 };
 
@@ -53,8 +53,8 @@ impl Case {
 }
 
 pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
-    for &part in &args.resident {
-        ensure!((0.0..=1.0).contains(&part), "--resident is {part}, but must be between 0 and 1");
+    if let Some(part) = args.resident.iter().find(|part| !(0.0..=1.0).contains(*part)) {
+        return Err(wrong_use(anyhow!("--resident is {part}, but must be between 0 and 1")));
     }
     if !out.is_json() {
         say!("{}", head());
@@ -98,10 +98,7 @@ fn measure(
 pub(super) fn folder_in(flag: &str, dir: &Path) -> anyhow::Result<TempDir> {
     tempfile::tempdir_in(dir).map_err(|error| {
         let remedy = "name folders of the drives to measure that are there and writable";
-        anyhow::anyhow!(
-            "{flag} is {} ({error}), but must be a folder that can be written: {remedy}",
-            dir.display()
-        )
+        anyhow!("{flag} is {} ({error}), but must be a folder that can be written: {remedy}", dir.display())
     })
 }
 

@@ -97,7 +97,7 @@ fn add(path: &Path, files: &mut Files, found: &mut BTreeMap<String, Tensor>) -> 
     let file = files.add(path, open);
     for (name, info) in metadata.tensors() {
         let (start, end) = info.data_offsets;
-        let end = header_bytes + end as u64;
+        let end = header_bytes.saturating_add(end as u64);
         ensure!(end <= length, "it has {length} bytes, but its tensor {name} ends at {end}: copy it again");
         let kind = match info.dtype {
             safetensors::Dtype::F32 => Kind::Float(Dtype::F32),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::ensure;
 use longshore_proto::{
     Formats, JobSpec, Lifetime, MasterFormat, StateFormat, TierKind,
-    limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS},
+    limits::{BLOCK_ELEMENTS, DEFAULT_SHARD_ELEMENTS, MAX_SHARDS},
 };
 use longshore_server::config::Spill;
 use longshore_worker::session::Transport;
@@ -15,6 +15,9 @@ use crate::{
     bench::{job, param},
     sizes::parse_count,
 };
+
+/// An hour. A longer step is a typing error.
+const MOST_COMPUTE_MS: f64 = 3_600_000.0;
 
 #[derive(clap::Args, Clone)]
 pub(crate) struct Args {
@@ -99,7 +102,10 @@ impl Args {
         ensure!((1..=64).contains(&self.ranks), "--ranks must be in 1..=64");
         ensure!((1..=64).contains(&self.connections), "--connections must be in 1..=64");
         ensure!(self.rounds > 0 && self.steps > 0, "--rounds and --steps must be at least 1");
-        ensure!(self.compute_ms >= 0.0 && self.compute_ms.is_finite(), "--compute-ms must be at least 0");
+        ensure!(
+            (0.0..=MOST_COMPUTE_MS).contains(&self.compute_ms),
+            "--compute-ms must be in 0..={MOST_COMPUTE_MS}"
+        );
         ensure!(self.clip >= 0.0 && self.clip.is_finite(), "--clip must be at least 0");
         ensure!(self.tier.properties().lifetime != Lifetime::Host, "--tier must be memory or nvme");
         ensure!(
@@ -112,6 +118,9 @@ impl Args {
             "--shard-elements is {}, but must be a multiple of {BLOCK_ELEMENTS}",
             self.shard_elements
         );
+        // The limit is checked before the list of parameters takes memory.
+        let shards = self.params.div_ceil(self.shard_elements);
+        ensure!(shards <= MAX_SHARDS, "--params are {shards} shards, but must be at most {MAX_SHARDS}");
         Ok(())
     }
 

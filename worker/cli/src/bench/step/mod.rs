@@ -28,10 +28,10 @@ use self::{
     rank::Measured,
 };
 use super::{host::Hosts, median};
-use crate::output::Output;
+use crate::output::{Output, wrong_use};
 
 pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
-    args.check()?;
+    args.check().map_err(wrong_use)?;
     let spec = args.spec()?;
     let hosts = Hosts::start(args)?;
     let measured = measure((args, out), &spec, &hosts);

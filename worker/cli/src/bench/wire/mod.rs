@@ -14,7 +14,7 @@ use serde_json::json;
 use self::case::{Case, Sample};
 pub(super) use self::ours::BenchRank;
 pub(crate) use self::ours::JOB;
-use crate::output::Output;
+use crate::output::{Output, wrong_use};
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -37,10 +37,15 @@ pub(super) fn default_connections() -> usize {
     (available_threads() / 2).clamp(1, DATA_CONNECTIONS)
 }
 
-pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
+fn check(args: &Args) -> anyhow::Result<()> {
     ensure!((1..=64).contains(&args.connections), "--connections must be in 1..=64");
     ensure!((1..=16384).contains(&args.megabytes), "--megabytes must be in 1..=16384");
     ensure!(args.rounds > 0, "--rounds must be at least 1");
+    Ok(())
+}
+
+pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
+    check(args).map_err(wrong_use)?;
     let bytes = args.megabytes << 20;
     let mut cases = raw::cases(args.connections, bytes)?;
     cases.extend(ours::cases(args.connections, bytes)?);
