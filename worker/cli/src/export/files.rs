@@ -14,7 +14,9 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::target::{Draft, INDEX, failed};
 
-struct TensorPlace {
+/// A parameter's range in the flat space, and the place of its values.
+struct Extent {
+    flat: Range<u64>,
     file: usize,
     start: u64,
 }
@@ -25,7 +27,8 @@ pub(super) struct Files {
     draft: Draft,
     files: Vec<File>,
     names: Vec<String>,
-    extents: Extents<TensorPlace>,
+    /// In the order of the flat space.
+    extents: Vec<Extent>,
     index: serde_json::Value,
     dtype: Dtype,
     bytes: u64,
@@ -63,21 +66,21 @@ impl Files {
             draft,
             files: Vec::new(),
             names: Vec::new(),
-            extents: Extents::new(Vec::new()),
+            extents: Vec::new(),
             index: serde_json::Value::Null,
             dtype,
             bytes: 0,
         };
-        let (mut weight_map, mut extents) = (BTreeMap::new(), Vec::new());
+        let mut weight_map = BTreeMap::new();
         for (index, params) in ranges.iter().enumerate() {
             let name = match ranges.len() {
                 1 => "model.safetensors".to_string(),
                 count => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
             };
             weight_map.extend(spec.params[params.clone()].iter().map(|param| (&param.name, name.clone())));
-            extents.extend(files.add(name, params.clone(), spec, layout)?);
+            files.add(name, params.clone(), spec, layout)?;
         }
-        files.extents = Extents::new(extents);
+        files.extents.sort_unstable_by_key(|extent| extent.flat.start);
         files.index = serde_json::json!({"metadata": {"total_size": files.bytes}, "weight_map": weight_map});
         Ok(files)
     }
@@ -88,7 +91,7 @@ impl Files {
         params: Range<usize>,
         spec: &JobSpec,
         layout: &Layout,
-    ) -> Result<Vec<(Range<u64>, TensorPlace)>, Fault> {
+    ) -> Result<(), Fault> {
         let (mut tensors, mut extents, mut end) = (Vec::new(), Vec::new(), 0);
         for index in params {
             let (param, flat) = (&spec.params[index], layout.param_range(index));
@@ -104,7 +107,7 @@ impl Files {
                 data_offsets: (start as usize, end as usize),
             };
             tensors.push((param.name.clone(), info));
-            extents.push((flat, TensorPlace { file: self.files.len(), start }));
+            extents.push(Extent { flat, file: self.files.len(), start });
         }
         let path = self.draft.path().join(&name);
         let refused = |error: &dyn std::fmt::Display| {
@@ -126,11 +129,12 @@ impl Files {
         let write = |bytes: &[u8], at| file.write_all_at(bytes, at).map_err(failed("write", &path));
         write(&(header.len() as u64).to_le_bytes(), 0)?;
         write(&header, 8)?;
-        extents.iter_mut().for_each(|(_, place)| place.start += data);
+        extents.iter_mut().for_each(|extent| extent.start += data);
+        self.extents.extend(extents);
         self.files.push(file);
         self.names.push(name);
         self.bytes += end;
-        Ok(extents)
+        Ok(())
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -141,12 +145,20 @@ impl Files {
         &self.names
     }
 
-    /// Writes the values of flat elements from `at`.
-    pub(super) fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Fault> {
-        self.extents.deal(at, bytes, self.dtype.bytes(), |place, from, values| {
-            let written = self.files[place.file].write_all_at(values, place.start + from);
-            written.map_err(failed("write", &self.draft.path().join(&self.names[place.file])))
-        })
+    /// Writes the values of flat elements from `at`. Values between parameters are dropped.
+    pub(super) fn write(&self, at: u64, values: &[u8]) -> Result<(), Fault> {
+        let size = self.dtype.bytes();
+        let end = at + values.len() as u64 / size;
+        let first = self.extents.partition_point(|extent| extent.flat.end <= at);
+        for Extent { flat, file, start } in
+            self.extents[first..].iter().take_while(|extent| extent.flat.start < end)
+        {
+            let (from, to) = (flat.start.max(at), flat.end.min(end));
+            let part = &values[((from - at) * size) as usize..((to - at) * size) as usize];
+            let written = self.files[*file].write_all_at(part, start + (from - flat.start) * size);
+            written.map_err(failed("write", &self.draft.path().join(&self.names[*file])))?;
+        }
+        Ok(())
     }
 
     /// Makes all files durable, and moves the folder to its place.
@@ -164,35 +176,5 @@ impl Files {
             written.map_err(failed("write", &path))?;
         }
         self.draft.publish()
-    }
-}
-
-/// Parameters by their range in the flat space, each with the place of its values.
-struct Extents<T>(Vec<(Range<u64>, T)>);
-
-impl<T> Extents<T> {
-    fn new(mut extents: Vec<(Range<u64>, T)>) -> Extents<T> {
-        extents.sort_unstable_by_key(|(flat, _)| flat.start);
-        Extents(extents)
-    }
-
-    /// Splits values of flat elements by parameter. `at` is the first element, and each value has `size` bytes. `write`
-    /// gets a parameter's place, the byte offset within the parameter, and the values. Values between parameters are
-    /// dropped.
-    fn deal(
-        &self,
-        at: u64,
-        values: &[u8],
-        size: u64,
-        mut write: impl FnMut(&T, u64, &[u8]) -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
-        let end = at + values.len() as u64 / size;
-        let first = self.0.partition_point(|(flat, _)| flat.end <= at);
-        for (flat, place) in self.0[first..].iter().take_while(|(flat, _)| flat.start < end) {
-            let (from, to) = (flat.start.max(at), flat.end.min(end));
-            let part = &values[((from - at) * size) as usize..((to - at) * size) as usize];
-            write(place, (from - flat.start) * size, part)?;
-        }
-        Ok(())
     }
 }
