@@ -3,7 +3,9 @@
 use std::{fs, path::Path};
 
 use longshore_tests::{
+    conformance::cluster::eventually,
     server::ServerOptions,
+    status::status,
     train::{Running, Train},
 };
 use rustix::process::Signal;
@@ -68,6 +70,27 @@ fn a_second_signal_says_what_is_left() {
     let (_, stderr) = stopped_twice(running);
     let last = stderr.lines().last().unwrap();
     assert!(last.contains("the servers hold the job at its last decided step"), "{stderr}");
+}
+
+/// The step in hand cannot finish while the job is paused, so a first signal ends the run.
+#[test]
+fn a_signal_ends_a_run_whose_job_is_paused() {
+    let server = ServerOptions::new().allow("job paused").start();
+    let servers = [server.address().to_string()];
+    // Every step after the first one overflows, down to the smallest loss scale.
+    let flags = ["--gradient-dtype", "f16", "--lr", "1e30"];
+    let train = Train::new(ENDLESS).args(flags).servers(&servers).allow("the job is paused");
+    for ranks in ["1", "2"] {
+        let job = format!("of-{ranks}");
+        let mut running = train.clone().args(["--job", &job, "--world-size", ranks]).start();
+        let is_paused = || status(&servers).iter().any(|of| of.job == job && of.servers[0].phase == "paused");
+        eventually("a pause", || is_paused().then_some(()));
+        running.process.terminate();
+        while running.process.line().is_some() {}
+        let (code, stderr) = (running.process.code(), running.process.stderr());
+        assert_eq!(code, 143, "{stderr}");
+        assert!(stderr.contains("while the job is paused, at once: the servers hold the job"), "{stderr}");
+    }
 }
 
 /// A checkpoint named by the command wins over the newest one, so the same command with --resume would go

@@ -326,6 +326,12 @@ impl Session {
         self.block_on(admin::scale_all(&self.cluster, servers, tier, max_exposed))
     }
 
+    /// Returns a question whether the job is paused, as an [`Interrupt`] of this session may ask.
+    pub fn asks_if_paused(&self) -> impl Fn() -> bool + Send + Sync + use<> {
+        let cluster = Arc::downgrade(&self.cluster);
+        move || cluster.upgrade().is_some_and(|cluster| cluster.waits.is_paused())
+    }
+
     /// Stops the job on every server until `resume`. Rank 0 only, after `join`.
     pub fn pause(&self, reason: &str) -> Result<()> {
         self.block_on(admin::pause_all(&self.cluster, &self.rank, reason))

@@ -2,7 +2,10 @@
 
 mod evaluate;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use longshore_proto::{FaultKind, Layout, Rank, Version};
 use longshore_worker::{
@@ -10,7 +13,7 @@ use longshore_worker::{
     device::{Budget, Device},
     error::Error,
     pipeline::{Pipeline, StepInputs},
-    session::{GoBack, Joined, Opened, Options, Process, Session},
+    session::{GoBack, Interrupt, Joined, Opened, Options, Process, Session},
 };
 
 use super::{
@@ -63,11 +66,19 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
     let choice = ServerChoice { servers, embedded };
     loop {
         match run.train(choice, &mut report) {
-            Err(error) if is_outdated(&error) => report.note(&format!("{error}. Starting over")),
+            Err(error) if is(&error, |error| matches!(error, Error::Outdated(_))) => {
+                report.note(&format!("{error}. Starting over"));
+            }
+            Err(error) if is(&error, |error| matches!(error, Error::Interrupted(_))) => {
+                let said = format!("while the job is paused, {}", cut_off(settings, embedded));
+                return Err(Stopped { signal: run.stop.asked().unwrap_or_default(), said }.into());
+            }
             ended => return ended,
         }
     }
 }
+
+type Asks = Box<dyn Fn() -> bool + Send + Sync>;
 
 #[derive(Clone, Copy)]
 struct ServerChoice<'a> {
@@ -103,6 +114,7 @@ impl<'a> Run<'a> {
     ) -> anyhow::Result<()> {
         let settings = self.settings;
         let host = Budget::unlimited("host memory of the worker");
+        let (interrupt, paused) = self.interrupt();
         let options = Options {
             transport: if embedded {
                 settings.flags.transport.of_embedded()
@@ -111,11 +123,14 @@ impl<'a> Run<'a> {
             },
             deadline: Duration::from_secs(settings.flags.deadline_s),
             host_budget: host.clone(),
+            interrupt,
             process: self.process.clone(),
             ..Options::new(servers.to_vec(), settings.spec(&self.model), Rank(self.rank))
         };
         let options = if embedded { options } else { settings.flags.access.of(options) };
-        let (session, joined) = self.enter(options, report)?;
+        let session = Session::connect(options)?;
+        let _ = paused.set(Box::new(session.asks_if_paused()));
+        let (session, joined) = self.enter(session, report)?;
         let mut keeper = Keeper::new(settings, servers, embedded);
         if self.rank == 0 {
             keeper.check(&session, joined.version, report)?;
@@ -164,9 +179,20 @@ impl<'a> Run<'a> {
         self.rank == 0 && self.stop.asked().is_some()
     }
 
-    /// Connects, creates or finds the job, fills a new one with weights, and takes the rank.
-    fn enter(&self, options: Options, report: &mut Report) -> anyhow::Result<(Session, Joined)> {
-        let mut session = Session::connect(options)?;
+    /// Returns what ends a wait of rank 0: a signal while the job is paused, since the step in hand cannot finish then. The
+    /// second part takes the session's question whether the job is paused.
+    fn interrupt(&self) -> (Interrupt, Arc<OnceLock<Asks>>) {
+        let paused: Arc<OnceLock<Asks>> = Arc::default();
+        if self.rank != 0 {
+            return (Interrupt::default(), paused);
+        }
+        let (stop, asks) = (self.stop.clone(), Arc::clone(&paused));
+        let is_paused = move || asks.get().is_some_and(|asks| asks());
+        (Interrupt::when(move || stop.asked().is_some() && is_paused()), paused)
+    }
+
+    /// Creates or finds the job, fills a new one with weights, and takes the rank.
+    fn enter(&self, mut session: Session, report: &mut Report) -> anyhow::Result<(Session, Joined)> {
         if self.rank != 0 {
             let joined = session.follow(self.settings.flags.go_back().as_ref())?;
             return Ok((session, joined));
@@ -349,6 +375,6 @@ fn unwrap_library(error: gpt::Error) -> anyhow::Error {
     }
 }
 
-fn is_outdated(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(Error::Outdated(_)))
+fn is(error: &anyhow::Error, kind: impl Fn(&Error) -> bool) -> bool {
+    error.downcast_ref().is_some_and(kind)
 }
