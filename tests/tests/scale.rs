@@ -340,6 +340,12 @@ fn a_dry_run_moves_nothing() {
     );
     let short = scale(&servers[..1], &[&servers[0], small], &["--dry-run"]);
     assert!(short.code == 1 && short.stdout.contains("does not fit"), "{short:?}");
+    // Another address of a server that the job has.
+    let own = servers[0].address();
+    let again = format!("http://{own}");
+    let twice = ["scale", "--job", "default", "--servers", own, "--add", &again, "--dry-run"];
+    let twice = longshore(twice);
+    assert!(twice.code == 1 && twice.stderr.contains(&format!("which the job has as {own}")), "{twice:?}");
     assert!(
         job_status(&server::addresses(&servers[..1])).servers.len() == 1
             && status(&server::addresses(&servers[1..])).is_empty()

@@ -48,7 +48,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
         }
         Err(usage) => {
             if errors_are_json && usage.use_stderr() {
-                eprintln!("{}", output::usage(&usage));
+                say_aside!("{}", output::usage(&usage));
             } else {
                 // If the terminal is gone, the message is lost.
                 let _ = usage.print();

@@ -20,6 +20,14 @@ macro_rules! say {
     }};
 }
 
+/// Same as `say!`, on stderr.
+macro_rules! say_aside {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stderr(), "{}", longshore_proto::legible_lines(&format!($($text)*)));
+    }};
+}
+
 const PLAIN: &str = "ERROR";
 const USAGE: &str = "USAGE";
 

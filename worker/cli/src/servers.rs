@@ -72,8 +72,16 @@ impl Servers {
 
     /// Connects to the servers that can be reached, in the given order.
     pub(crate) fn reach(addresses: &[String], access: &Access) -> anyhow::Result<(Servers, Silent)> {
+        Servers::reach_within(CONNECT, addresses, access)
+    }
+
+    pub(crate) fn reach_within(
+        patience: Duration,
+        addresses: &[String],
+        access: &Access,
+    ) -> anyhow::Result<(Servers, Silent)> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-        let (servers, silent) = connect_on(&runtime, addresses, access)?;
+        let (servers, silent) = connect_on(&runtime, patience, addresses, access)?;
         Ok((Servers { runtime, servers }, silent))
     }
 
@@ -119,7 +127,7 @@ impl Servers {
                 return answers.into_iter().map(named).collect();
             };
             if !std::mem::replace(&mut told, true) {
-                eprintln!("{address} recovers the job: waiting until it has read its state");
+                say_aside!("{address} recovers the job: waiting until it has read its state");
             }
             std::thread::sleep(RECOVERY_POLL);
         }
@@ -185,13 +193,16 @@ impl Servers {
         Ok(answers.into_iter().map(|(_, answer)| answer).collect())
     }
 
+    /// Asks every server for its whole description of the job.
+    pub(crate) fn wholes(&self, job: &str) -> Answers<v1::DescribeResponse> {
+        let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
+        self.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await)
+    }
+
     /// Returns the description by the first server that holds the job.
-    pub(crate) fn described_whole(
-        &self,
-        request: &v1::DescribeRequest,
-    ) -> anyhow::Result<v1::DescribeResponse> {
+    pub(crate) fn described_whole(&self, job: &str) -> anyhow::Result<v1::DescribeResponse> {
         let found = self.once_recovered(|| {
-            let mut found = self.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await);
+            let mut found = self.wholes(job);
             if found.iter().any(|(_, answer)| answer.is_ok()) {
                 found.retain(|(_, answer)| !answer.as_ref().is_err_and(is_not_there));
             }
@@ -201,16 +212,6 @@ impl Servers {
         first.map(|(_, answer)| answer).context("--servers names no server")
     }
 
-    /// Leaves out the servers that are no members of the job: those beyond its number of shards, those that it has left,
-    /// and those that were opened for a move which no decision has begun. Where a member's answer is missing every server
-    /// stays, since one of them has lost that part.
-    fn keep_members(&mut self, job: &str) {
-        let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
-        let found = self.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await);
-        let mut stay = are_members(&found).into_iter();
-        self.servers.retain(|_| stay.next().unwrap_or(true));
-    }
-
     /// Drops the answers of servers that hold nothing of the job, unless a part of the job is missing.
     pub(crate) fn drop_others(&self, job: &str, found: &mut Answers<v1::DescribeResponse>) {
         let is_elsewhere =
@@ -218,17 +219,17 @@ impl Servers {
         if !found.iter().any(is_elsewhere) {
             return;
         }
-        let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
-        let wholes = self.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await);
-        if is_complete(wholes.iter().filter_map(|(_, answer)| answer.as_ref().ok())) {
+        if is_complete(self.wholes(job).iter().filter_map(|(_, answer)| answer.as_ref().ok())) {
             found.retain(|one| !is_elsewhere(one));
         }
     }
 
-    /// Leaves out servers that hold no part of the job, and adds those of the job that were not named.
+    /// Leaves out the servers that are no members of the job, and adds members that were not named. Where a member's
+    /// answer is missing every named server stays, since one of them has lost that part.
     pub(crate) fn of_job(self, job: &str, access: &Access) -> anyhow::Result<Servers> {
         let mut servers = self.with_members(job, access)?;
-        servers.keep_members(job);
+        let mut stay = are_members(&servers.wholes(job)).into_iter();
+        servers.servers.retain(|_| stay.next().unwrap_or(true));
         Ok(servers)
     }
 
@@ -243,10 +244,8 @@ impl Servers {
 
     /// Connects to the job's servers that were not named. Returns those that cannot be reached.
     pub(crate) fn add_members(&mut self, job: &str, access: &Access) -> anyhow::Result<Silent> {
-        let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
-        let answers = self.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await);
         let found: Vec<v1::DescribeResponse> =
-            answers.into_iter().filter_map(|(_, answer)| answer.ok()).collect();
+            self.wholes(job).into_iter().filter_map(|(_, answer)| answer.ok()).collect();
         let found = begun(found.iter());
         let newest = found.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
         // Servers may be named as they are reached from here, and not as ranks dial them.
@@ -257,7 +256,7 @@ impl Servers {
         if missing.is_empty() {
             return Ok(Vec::new());
         }
-        let (more, silent) = connect_on(&self.runtime, &missing, access)?;
+        let (more, silent) = connect_on(&self.runtime, CONNECT, &missing, access)?;
         self.servers.extend(more);
         Ok(silent)
     }
@@ -320,6 +319,7 @@ impl Servers {
 /// Connects to the servers that can be reached, in the given order. Connections live as long as the runtime.
 fn connect_on(
     runtime: &Runtime,
+    patience: Duration,
     addresses: &[String],
     access: &Access,
 ) -> anyhow::Result<(Vec<Server>, Silent)> {
@@ -328,7 +328,7 @@ fn connect_on(
     let checked = checked.collect::<Result<Vec<Address>, Fault>>().map_err(wrong_use)?;
     let connect = |address: &Address| {
         let address = address.clone();
-        async move { tokio::time::timeout(CONNECT, address.connect()).await }
+        async move { tokio::time::timeout(patience, address.connect()).await }
     };
     let channels = runtime.block_on(join_all(checked.iter().map(connect)));
     let (mut servers, mut silent) = (Vec::new(), Vec::new());

@@ -20,7 +20,7 @@ use crate::{
     access::{JobArgs, ServersArgs},
     output::Output,
     progress::Progress,
-    servers::{Admin, PROMPTLY, Servers, brief},
+    servers::{Admin, PROMPTLY, Servers, brief, is_not_there},
 };
 
 /// Longest wait for the checkpoints of others, and the pause between two tries.
@@ -206,7 +206,7 @@ fn plan_step_back(
         let rank_zero = answer.ranks.iter().find(|rank| rank.rank == 0);
         newest = newest.max(rank_zero.map_or(0, |rank| rank.incarnation));
         let progress = answer.progress.unwrap_or_default();
-        if ![version, version + 1].contains(&progress.version) {
+        if ![version, version.saturating_add(1)].contains(&progress.version) {
             let limit = format!("{} or {}", progress.version.saturating_sub(1), progress.version);
             let remedy = "start rank 0, which brings the servers to one version; where it cannot, restore a checkpoint";
             return Err(Fault::new(FaultKind::Precondition, "--version", version, limit, remedy))
@@ -227,12 +227,12 @@ pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
     for (address, answer) in answers {
         match answer {
             // An earlier call that did not reach every server deleted the job here.
-            Err(fault) if any && fault.kind == FaultKind::NotFound && fault.field == "job" => {}
+            Err(fault) if any && is_not_there(&fault) => {}
             answer => answer.map(|_| ()).context(address)?,
         }
     }
     for (address, why) in &silent {
-        eprintln!("{address} {why}. Its part of {job} is not deleted, if it still has one");
+        say_aside!("{address} {why}. Its part of {job} is not deleted, if it still has one");
     }
     out.result(|| json!({"job": job, "deleted": true}), || format!("deleted {job}"));
     Ok(())

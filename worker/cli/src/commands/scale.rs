@@ -15,7 +15,7 @@ use longshore_wire::{Wire, v1};
 use longshore_worker::{
     Error, Options, Session,
     pipeline::move_idle,
-    session::{asked_after, is_loading, whole},
+    session::{asked_after, is_loading},
 };
 use serde_json::json;
 
@@ -24,7 +24,7 @@ use crate::{
     access::JobArgs,
     output::{Output, wrong_use},
     progress::Progress,
-    servers::{PROMPTLY, Servers, Unanswered, jobs_of},
+    servers::{PROMPTLY, Servers, Unanswered, is_not_there, jobs_of},
 };
 
 /// Pause between two looks at the servers.
@@ -147,6 +147,17 @@ struct Wish {
     before: Seen,
 }
 
+impl Wish {
+    fn say_done(&self, begun: Instant, out: Output) {
+        let Wish { job, servers, .. } = self;
+        let seconds = begun.elapsed().as_secs_f64();
+        out.result(
+            || json!({"job": job, "servers": servers, "seconds": seconds}),
+            || format!("{job} is on {} ({seconds:.1} s)", servers.join(", ")),
+        );
+    }
+}
+
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     if [&args.to, &args.add, &args.remove, &args.lost].iter().all(|servers| servers.is_empty()) {
         let limit = "--to, --add, --remove or --lost";
@@ -201,18 +212,15 @@ fn clear(args: &Args, out: Output) -> anyhow::Result<()> {
 
 /// Returns the addresses by which a job knows those of these servers that it is on.
 fn left_by(servers: &Servers, job: &str) -> anyhow::Result<BTreeSet<String>> {
-    let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
     let mut left = BTreeSet::new();
-    for (address, answer) in
-        servers.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await)
-    {
+    for (address, answer) in servers.wholes(job) {
         match answer {
             Ok(answer) => {
                 let placement = Placement::from_wire(answer.placement)?;
                 let named = placement.servers.get(answer.server as usize).cloned();
                 left.extend(named.filter(|name| !name.is_empty()));
             }
-            Err(fault) if fault.kind == FaultKind::NotFound && fault.field == "job" => {}
+            Err(fault) if is_not_there(&fault) => {}
             Err(fault) => return Err(fault).context(address),
         }
     }
@@ -276,9 +284,7 @@ impl Args {
                 Err(refused) => refused,
             };
             // A server that is leaving the job may have left it since the look.
-            let fault = refused.downcast_ref::<Fault>();
-            let has_left =
-                fault.is_some_and(|fault| fault.kind == FaultKind::NotFound && fault.field == "job");
+            let has_left = refused.downcast_ref::<Fault>().is_some_and(is_not_there);
             if !has_left || begun.elapsed() > RECOVERY {
                 return Err(refused);
             }
@@ -378,9 +384,7 @@ impl Args {
             while !moving.is_finished() {
                 let seen = Servers::reach(&reachable, access).and_then(|(servers, _)| look(&servers, job));
                 if let Ok(seen) = seen {
-                    let (shards, bytes) = seen.fetched();
-                    let shards = plan.shards.min(shards.saturating_sub(at_first.0) as usize);
-                    let bytes = bytes.saturating_sub(at_first.1).min(plan.bytes);
+                    let (shards, bytes) = plan.moved(at_first, seen.fetched());
                     bar.at(bytes, format!("{job}: {shards} of {} shards", plan.shards));
                 }
                 thread::sleep(LOOK);
@@ -388,11 +392,7 @@ impl Args {
             moving.join().unwrap_or_else(|panic| resume_unwind(panic))
         })?;
         drop(bar);
-        let seconds = begun.elapsed().as_secs_f64();
-        out.result(
-            || json!({"job": job, "servers": wanted, "seconds": seconds}),
-            || format!("{job} is on {} ({seconds:.1} s)", wanted.join(", ")),
-        );
+        wish.say_done(begun, out);
         Ok(())
     }
 
@@ -421,12 +421,8 @@ impl Args {
             let seen = look(&servers, job)?;
             let is_there = seen.members().into_iter().collect::<BTreeSet<_>>() == goal;
             if is_there && seen.scaling().any(|scaling| scaling.reached_micros >= *asked_micros) {
-                let seconds = begun.elapsed().as_secs_f64();
                 drop(bar);
-                out.result(
-                    || json!({"job": job, "servers": wanted, "seconds": seconds}),
-                    || format!("{job} is on {} ({seconds:.1} s)", wanted.join(", ")),
-                );
+                wish.say_done(begun, out);
                 return Ok(());
             }
             if seen.is_idle() {
@@ -445,13 +441,10 @@ impl Args {
             if known.replace(now) != Some(now) {
                 since = Instant::now();
             }
-            let (shards, bytes) =
-                (fetched.0.saturating_sub(at_first.0), fetched.1.saturating_sub(at_first.1));
-            // Moves of an earlier wish may end meanwhile.
-            let shards = plan.shards.min(shards as usize);
+            let (shards, bytes) = plan.moved(at_first, fetched);
             let ending = (shards == plan.shards).then_some("ending");
             let why = seen.obstacle().or(ending).map(|why| format!(" ({why})")).unwrap_or_default();
-            bar.at(bytes.min(plan.bytes), format!("{job}: {shards} of {} shards{why}", plan.shards));
+            bar.at(bytes, format!("{job}: {shards} of {} shards{why}", plan.shards));
             if since.elapsed() > Duration::from_secs(self.patience) {
                 let why = seen.obstacle().unwrap_or("see rank 0's log");
                 let value = format!("{} of {} servers", seen.members().len(), wanted.len());
@@ -466,13 +459,13 @@ impl Args {
 
 /// Asks the servers that answer for the newest placement. Waits for those that recover the job, unless another knows.
 fn look(servers: &Servers, job: &str) -> anyhow::Result<Seen> {
-    let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
     let begun = Instant::now();
     let mut found = loop {
-        let answers = servers.answers(async |admin| whole(admin, request.clone()).await);
-        let (found, refused): (Vec<_>, Vec<_>) = answers.into_iter().partition(|(_, answer)| answer.is_ok());
+        let (found, refused): (Vec<_>, Vec<_>) =
+            servers.wholes(job).into_iter().partition(|(_, answer)| answer.is_ok());
         let recovers = |(_, answer): &(String, Result<_, Fault>)| {
-            answer.as_ref().is_err_and(|fault: &Fault| fault.kind == FaultKind::Unavailable)
+            let passes = [FaultKind::Unavailable, FaultKind::Deadline];
+            answer.as_ref().is_err_and(|fault: &Fault| passes.contains(&fault.kind))
         };
         if found.is_empty() && refused.iter().any(recovers) && begun.elapsed() < RECOVERY {
             thread::sleep(LOOK);

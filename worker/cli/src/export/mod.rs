@@ -50,14 +50,14 @@ pub(crate) struct Exported {
 }
 
 pub(crate) fn run(servers: &Servers, settings: &Settings) -> anyhow::Result<Exported> {
-    let request = v1::DescribeRequest { job: settings.job.clone(), ..Default::default() };
-    let answer = servers.described_whole(&request)?;
+    let answer = servers.described_whole(&settings.job)?;
     let spec = JobSpec::from_wire(answer.spec)?;
     let layout = spec.validate()?;
     check_whole(spec.params.iter().map(|param| param.name.as_str()))?;
     let draft = Target { folder: settings.out.clone(), replace: settings.replace }.draft()?;
     let dtype = settings.dtype.unwrap_or(spec.image_dtype);
     let files = Files::create(draft, &spec, &layout, dtype, settings.max_file_bytes)?;
+    let request = v1::DescribeRequest { job: settings.job.clone(), ..Default::default() };
     // Includes the padding between parameters, which is sent too.
     let progress = Progress::bytes("exporting", layout.elements() * dtype.bytes(), settings.shown);
     let failed = |call, server: &str, fault| -> Error {

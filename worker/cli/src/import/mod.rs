@@ -14,17 +14,11 @@ use longshore_wire::{
     Wire,
     v1::{self, Phase},
 };
-use longshore_worker::{Filling, Options, Session, session::whole};
+use longshore_worker::{Filling, Options, Session};
 use serde_json::json;
 
 use self::tensors::{Files, Kind, Place, Tensor};
-use crate::{
-    access::ServersArgs,
-    output::Output,
-    progress::Progress,
-    servers::{PROMPTLY, Servers},
-    sizes::human,
-};
+use crate::{access::ServersArgs, output::Output, progress::Progress, servers::Servers, sizes::human};
 
 /// Misfits that an error lists.
 const LISTED: usize = 5;
@@ -218,11 +212,8 @@ fn spec(servers: &Servers, args: &Args) -> anyhow::Result<JobSpec> {
 
 /// Returns a job's spec, and its phase on each server. A server without the job counts as `Loading`.
 fn described(servers: &Servers, job: &str) -> anyhow::Result<(JobSpec, Vec<Phase>)> {
-    let request = v1::DescribeRequest { job: job.to_string(), ..Default::default() };
     let (mut spec, mut phases) = (None, Vec::new());
-    for (address, answer) in
-        servers.answers_within(PROMPTLY, async |admin| whole(admin, request.clone()).await)
-    {
+    for (address, answer) in servers.wholes(job) {
         match answer {
             Ok(answer) => {
                 phases.push(answer.progress.as_ref().map_or(Phase::Loading, v1::JobProgress::phase));

@@ -218,7 +218,7 @@ impl Report {
     pub(super) fn note(&self, text: &str) {
         let text = &*legible(text);
         match &self.output {
-            Output::Json | Output::Silent => eprintln!("longshore: {text}"),
+            Output::Json | Output::Silent => say_aside!("longshore: {text}"),
             _ => self.line(text),
         }
     }

@@ -5,7 +5,10 @@ use std::collections::BTreeMap;
 use longshore_engine::{admission::Need, tier::Storage};
 use longshore_proto::{Fault, FaultKind, JobSpec, Layout, NO_SERVER, Placement, ServerId, ShardId, TierKind};
 use longshore_wire::{Wire, v1};
-use longshore_worker::pipeline::{Moved, check_holders, plan_moves, wanted_tier};
+use longshore_worker::{
+    pipeline::{Moved, check_holders, plan_moves, wanted_tier},
+    session::is_loading,
+};
 use serde_json::json;
 
 use super::Seen;
@@ -77,6 +80,7 @@ impl Plan {
             })
             .collect();
         let free = free(request, &spec, access)?;
+        check_added(&added, &free, placement)?;
         let room = wanted.iter().zip(&request.servers);
         let room = room.filter_map(|(server, address)| Some((*server, free.get(address)?.room?))).collect();
         let keeps = |address: &String| free.get(address).is_none_or(|of| !of.is_witness);
@@ -84,7 +88,7 @@ impl Plan {
         let holders: Vec<ServerId> = holders.map(|(server, _)| *server).collect();
         check_holders(spec.replicas, &holders, &request.servers)?;
         if spec.replicas > 1 && holders.len() == 1 {
-            eprintln!(
+            say_aside!(
                 "one server keeps the shards of {} then: none has a replica, and its loss loses steps",
                 spec.name
             );
@@ -135,6 +139,13 @@ impl Plan {
             format!("at most {free}, which are free"),
             remedy,
         ))
+    }
+
+    /// Returns the moved shards and bytes, from what servers had fetched before and have now. Moves of an earlier wish may
+    /// end meanwhile.
+    pub(super) fn moved(&self, before: (u64, u64), now: (u64, u64)) -> (usize, u64) {
+        let (shards, bytes) = (now.0.saturating_sub(before.0), now.1.saturating_sub(before.1));
+        (self.shards.min(shards as usize), self.bytes.min(bytes))
     }
 
     /// `12 shards, 600 MiB`.
@@ -209,6 +220,8 @@ fn state(spec: &JobSpec, layout: &Layout, shards: &[ShardId]) -> u64 {
 
 /// Room of a server for the job.
 struct Free {
+    /// The server's number in the job. None: the job has not begun there.
+    number: Option<u32>,
     bytes: u64,
     /// Further shards that fit. None: no limit is known.
     room: Option<usize>,
@@ -227,14 +240,26 @@ fn free(
     let lists = servers.each_promptly(async |mut admin| admin.list_jobs(asked.clone()).await)?;
     let described =
         servers.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(&request.job)).await);
-    let kept = described.into_iter().map(|(_, answer)| match answer {
-        Ok(answer) if answer.elements == 0 => answer.memory_bytes,
-        _ => 0,
-    });
-    let free = |((address, list), kept): ((String, v1::ListJobsResponse), u64)| {
-        let free = list.memory_budget.saturating_sub(list.memory_reserved) + kept;
+    let free = |((address, list), (_, answer)): ((String, v1::ListJobsResponse), (String, Result<_, _>))| {
+        let answer: Option<v1::DescribeResponse> = answer.ok();
+        let kept = answer.as_ref().filter(|answer| answer.elements == 0).map_or(0, |of| of.memory_bytes);
+        let number = answer.as_ref().filter(|answer| !is_loading(answer)).map(|answer| answer.server);
+        let bytes = list.memory_budget.saturating_sub(list.memory_reserved) + kept;
         let room = list.shard_room.map(|shards| shards as usize);
-        (address, Free { bytes: free, room, is_witness: list.is_witness })
+        (address, Free { number, bytes, room, is_witness: list.is_witness })
     };
-    Ok(lists.into_iter().zip(kept).map(free).collect())
+    Ok(lists.into_iter().zip(described).map(free).collect())
+}
+
+/// Refuses a new address of a server that the job has under another one. Its shards would move to itself.
+fn check_added(added: &[String], free: &BTreeMap<String, Free>, placement: &Placement) -> Result<(), Fault> {
+    for address in added {
+        let number = free.get(address).and_then(|of| of.number);
+        let Some(member) = placement.members().find(|member| number == Some(member.0)) else { continue };
+        let known = &placement.servers[member.0 as usize];
+        let value = format!("{address}, which the job has as {known}");
+        let remedy = format!("name it {known}");
+        return Err(Fault::invalid("servers", value, "each server by the job's name for it", remedy));
+    }
+    Ok(())
 }
