@@ -245,8 +245,9 @@ fn a_server_answers_and_is_not_as_it_should_be() {
 fn one_ill_server_hides_no_other() {
     let server = ServerOptions::new().start();
     let ill = format!("nowhere-{}.invalid:1", id());
-    let output = on_server(&format!("{ill},{}", server.address()), &[]);
+    let output = on_server(&format!("{ill},localhost,{}", server.address()), &[]);
     finds(&output, &format!("server {ill} name"), "bad", &["does not resolve"]);
+    finds(&output, "server localhost", "bad", &["no port", "host:port"]);
     assert_eq!(findings(&output)[&format!("server {}", server.address())].0, "ok");
 }
 

@@ -49,10 +49,10 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         for (address, list) in &found.lists {
             let (reserved, budget) = (human(list.memory_reserved), human(list.memory_budget));
             let role = if list.is_witness { ", a witness" } else { "" };
-            say!("{address}  {reserved} of {budget} reserved{role}");
-            list.identities.iter().for_each(|identity| say!("  {}", share_of(identity)));
+            line(&format!("{address}  {reserved} of {budget} reserved{role}"));
+            list.identities.iter().for_each(|identity| line(&format!("  {}", share_of(identity))));
         }
-        found.silent.iter().for_each(|(address, why)| say!("{address}  {why}"));
+        found.silent.iter().for_each(|(address, why)| line(&format!("{address}  {why}")));
     }
     let jobs = found.jobs(args.job.as_deref())?;
     for job in &jobs {
@@ -80,26 +80,32 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
 const WORTH_A_WORD: Duration = Duration::from_secs(600);
 const LEFT_OUT: &str = "left out, as --no-hash says";
 
+/// Prints one line. Text of a server cannot begin another one.
+fn line(text: &str) {
+    say!("{}", legible(text));
+}
+
 fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<String>) {
-    say!("\njob {}", legible(job));
+    say!("");
+    line(&format!("job {job}"));
     let first = answers.first().map(|(_, first)| first);
-    if let Some(spec) = first.and_then(|first| first.spec.as_ref()) {
-        let elements = first.map_or(0, |first| first.parameters);
-        say!(
-            "  {} parameters in {} tensors, {} ranks, {} micro-steps, {}",
-            elements,
-            first.map_or(0, |first| first.tensors),
-            first.and_then(|first| first.progress.as_ref()).map_or(0, |progress| progress.world_size),
-            spec.micro_steps,
-            first.and_then(formats).map_or_else(
-                || "formats of a newer version".to_string(),
-                |formats| format!("master weights {}, state {}", formats.master, formats.state)
-            )
+    let spec = first.and_then(|first| first.spec.as_ref());
+    if let (Some(first), Some(spec)) = (first, spec) {
+        let formats = formats(first).map_or_else(
+            || "formats of a newer version".to_string(),
+            |formats| format!("master weights {}, state {}", formats.master, formats.state),
         );
+        line(&format!(
+            "  {} parameters in {} tensors, {} ranks, {} micro-steps, {formats}",
+            first.parameters,
+            first.tensors,
+            first.progress.as_ref().map_or(0, |progress| progress.world_size),
+            spec.micro_steps
+        ));
     }
     for (address, answer) in answers {
         let Some(progress) = &answer.progress else { continue };
-        say!(
+        line(&format!(
             "  {address}  {}  version {} ({} applied)  {}  pushed {}  pulled {}  {} x {}",
             phase(progress),
             progress.version,
@@ -109,31 +115,21 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
             human(answer.pulled_bytes),
             answer.threads,
             answer.isa
-        );
-        if let Some(idle) = idle(answer) {
-            say!("    {}", legible(&idle));
-        }
-        if answer.disk_bytes > 0 {
-            say!("    {}", drives(answer));
-        }
-        if let Some(checkpoints) = &answer.checkpoints {
-            say!("    {}", legible(&last_checkpoint(checkpoints)));
-        }
-        if let Some(moving) = answer.scaling.as_ref().and_then(moving) {
-            say!("    {}", legible(&moving));
-        }
-        if !progress.pause_reason.is_empty() {
-            say!("    paused: {}{}", legible(&progress.pause_reason), way_on(&progress.pause_reason));
-        } else if !answer.waiting_for.is_empty() {
-            say!("    waits for {}", legible(&answer.waiting_for));
-        }
+        ));
+        let more = [
+            idle(answer),
+            (answer.disk_bytes > 0).then(|| drives(answer)),
+            answer.checkpoints.as_ref().map(last_checkpoint),
+            answer.scaling.as_ref().and_then(moving),
+            held_up(progress, &answer.waiting_for),
+        ];
+        more.into_iter().flatten().for_each(|text| line(&format!("    {text}")));
     }
     for (address, reason) in without {
-        say!("  {address}  {reason}");
+        line(&format!("  {address}  {reason}"));
     }
     if let Some(commit) = last_commit(answers) {
-        let spec = first.and_then(|first| first.spec.as_ref());
-        say!("  {}", legible(&decision(commit, spec)));
+        line(&format!("  {}", decision(commit, spec)));
     }
     for rank in first.iter().flat_map(|first| &first.ranks) {
         // A server counts from the rank's last join.
@@ -141,15 +137,12 @@ fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<Strin
             0 => "no gradient yet".to_string(),
             step => format!("last step {step}"),
         };
-        say!("  rank {}  {}  {}  {step}", rank.rank, standing(rank), rank.transport);
+        line(&format!("  rank {}  {}  {}  {step}", rank.rank, standing(rank), rank.transport));
     }
-    match combined_hash(answers) {
-        Some((version, hash)) => say!("  state hash {hash} at version {version}"),
-        None => {
-            let unhashed = unhashed.unwrap_or_else(|| no_hash(answers, without));
-            say!("  state hash: {}", legible(&unhashed));
-        }
-    }
+    line(&match combined_hash(answers) {
+        Some((version, hash)) => format!("  state hash {hash} at version {version}"),
+        None => format!("  state hash: {}", unhashed.unwrap_or_else(|| no_hash(answers, without))),
+    });
 }
 
 fn share_of(identity: &v1::IdentityUsage) -> String {
@@ -193,12 +186,16 @@ fn idle(answer: &v1::DescribeResponse) -> Option<String> {
     (!said.is_empty()).then(|| said.join(", "))
 }
 
-/// Returns the remedy for a pause whose reason does not include one.
-fn way_on(reason: &str) -> String {
-    match remedies::of_pause(reason) {
-        "" => String::new(),
-        remedy => format!(". {remedy}"),
+/// Returns why no step is decided: a pause with its remedy, or a wait. None if nothing is in the way.
+fn held_up(progress: &v1::JobProgress, waiting_for: &str) -> Option<String> {
+    let reason = &progress.pause_reason;
+    if reason.is_empty() {
+        return (!waiting_for.is_empty()).then(|| format!("waits for {waiting_for}"));
     }
+    Some(match remedies::of_pause(reason) {
+        "" => format!("paused: {reason}"),
+        remedy => format!("paused: {reason}. {remedy}"),
+    })
 }
 
 /// Returns why the servers' answers make no hash of the whole state.

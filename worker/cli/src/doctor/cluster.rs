@@ -63,6 +63,13 @@ pub(super) fn all(look: &Look) -> anyhow::Result<Vec<Finding>> {
 /// Checks one server, up to the first failure that makes later checks impossible.
 async fn server(address: &str, credentials: Option<&Credentials>) -> Vec<Finding> {
     let what = format!("server {address}");
+    let checked = match Address::new(address, credentials) {
+        Ok(checked) => checked,
+        Err(fault) => {
+            let said = format!("its address is {}, but must be {}", fault.value, fault.limit);
+            return vec![bad(what, said, fault.remedy)];
+        }
+    };
     let mut findings = Vec::new();
     if let Some(host_and_port) = dialled(address) {
         match reach(&what, host_and_port).await {
@@ -70,7 +77,7 @@ async fn server(address: &str, credentials: Option<&Credentials>) -> Vec<Finding
             Err(found) => return vec![found],
         }
     }
-    let mut admin = match trust(&what, address, credentials).await {
+    let mut admin = match trust(&what, &checked, credentials).await {
         Ok(admin) => admin,
         Err(found) => {
             findings.push(found);
@@ -138,11 +145,10 @@ async fn reach(what: &str, host_and_port: &str) -> Result<Option<Finding>, Findi
 
 async fn trust(
     what: &str,
-    address: &str,
+    address: &Address,
     credentials: Option<&Credentials>,
 ) -> Result<AdminClient<Channel>, Finding> {
-    let dialled = Address::new(address, credentials).map_err(|fault| bad(what, fault.value, fault.remedy))?;
-    let error = match timeout(PROMPTLY, dialled.connect()).await {
+    let error = match timeout(PROMPTLY, address.connect()).await {
         Ok(Ok(channel)) => {
             return Ok(AdminClient::new(channel).max_decoding_message_size(MAX_CONTROL_MESSAGE_BYTES));
         }

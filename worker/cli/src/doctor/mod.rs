@@ -8,6 +8,7 @@ mod host;
 use std::path::PathBuf;
 
 use anyhow::ensure;
+use longshore_proto::legible;
 use serde_json::json;
 
 use crate::{access::Access, output::Output};
@@ -41,7 +42,7 @@ impl Look {
                 || {
                     let remedy =
                         if remedy.is_empty() { String::new() } else { format!(". Remedy: {remedy}") };
-                    format!("{:<8} {what}: {said}{remedy}", grade.name())
+                    legible(&format!("{:<8} {what}: {said}{remedy}", grade.name())).into_owned()
                 },
             );
         }

@@ -16,7 +16,7 @@ use crate::{
     servers::{Servers, Silent, brief, jobs_of},
 };
 
-/// The longest wait for a server's answer: the picture should move.
+/// The longest wait for a connection and for an answer: the picture should move.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 pub(crate) struct Poller {
@@ -38,7 +38,7 @@ impl Poller {
     /// If addresses or certificates cannot be used. A server that does not answer is a part of the view.
     pub(crate) fn look(&mut self) -> anyhow::Result<View> {
         if self.servers.is_none() || !self.silent.is_empty() {
-            let (servers, silent) = Servers::reach(&self.addresses, &self.access)?;
+            let (servers, silent) = Servers::reach_within(PATIENCE, &self.addresses, &self.access)?;
             (self.servers, self.silent) = (Some(servers), silent);
         }
         let Some(servers) = &mut self.servers else { return Ok(View::default()) };

@@ -7,9 +7,9 @@ use longshore_wire::v1::{self, DescribeResponse};
 
 use super::{
     troubles::{troubles, without},
-    view::{Answers, JobView, MovesView, Part, RankView, State, StepView},
+    view::{JobView, MovesView, Part, RankView, State, StepView},
 };
-use crate::servers::standing;
+use crate::servers::{Answers, standing};
 
 /// Steps kept of a job, as many as on the servers.
 const KEPT: usize = 512;
@@ -21,7 +21,7 @@ const MEAN_OF: usize = 64;
 /// Returns the view of a job. `now_ms` is by the servers' clock, `at` by this host's.
 pub(crate) fn job_view(
     job: &str,
-    answers: &Answers,
+    answers: &Answers<DescribeResponse>,
     known: &mut Known,
     (now_ms, at): (u64, Instant),
 ) -> JobView {
@@ -47,6 +47,7 @@ pub(crate) fn job_view(
     let sum = |of: &dyn Fn(&DescribeResponse) -> u64| there.iter().map(|(_, answer)| of(answer)).sum::<u64>();
     known.count(Counters {
         at,
+        of: (there.len(), sum(&|answer| answer.update_bytes)),
         pushed: sum(&|answer| answer.pushed_bytes),
         pulled: sum(&|answer| answer.pulled_bytes),
         updating: there.iter().map(|(_, answer)| answer.update_seconds).sum(),
@@ -147,6 +148,9 @@ pub(crate) struct Known {
 #[derive(Clone, Copy)]
 struct Counters {
     at: Instant,
+    /// Servers that answered, and the bytes of an update on all of them. Sums over other servers or other shards are
+    /// not compared.
+    of: (usize, u64),
     pushed: u64,
     pulled: u64,
     updating: f64,
@@ -170,7 +174,8 @@ impl Known {
 
     fn count(&mut self, counters: Counters) {
         // Counters of a restarted server start at 0.
-        if self.counters.back().is_some_and(|last| last.pushed > counters.pushed) {
+        let differs = |last: &Counters| last.of != counters.of || last.pushed > counters.pushed;
+        if self.counters.back().is_some_and(differs) {
             self.counters.clear();
         }
         self.counters.push_back(counters);
@@ -279,6 +284,19 @@ pub(super) mod tests {
         assert_eq!((view.steps_per_s, view.pushed_per_s), (Some(2.0), Some(2e6)));
         assert!(view.update_per_s.is_some_and(|rate| (rate / (30.0 * 880_000.0 / 0.001) - 1.0).abs() < 1e-6));
         assert_eq!(view.steps.len(), 110, "each step is there once");
+    }
+
+    #[test]
+    fn a_server_that_answers_again_makes_no_rate() {
+        let (mut known, begun) = (Known::default(), Instant::now());
+        let mut look = |servers: usize, steps: u64, s: u64| {
+            let answers = (0..servers).map(|server| (server.to_string(), Ok(answer(steps, 100)))).collect();
+            let at = begun + Duration::from_secs(s);
+            job_view("default", &answers, &mut known, (NOW_MS, at)).pushed_per_s
+        };
+        let pushed = [(2, 100, 0), (2, 102, 1), (1, 104, 2), (2, 106, 3), (2, 108, 4)];
+        let pushed = pushed.map(|(servers, steps, s)| look(servers, steps, s));
+        assert_eq!(pushed, [None, Some(4e6), None, None, Some(4e6)]);
     }
 
     #[test]

@@ -3,14 +3,15 @@
 use longshore_proto::{Fault, FaultKind, remedies};
 use longshore_wire::v1;
 
-use super::view::{Answers, JobView, RankView, State, Trouble};
+use super::view::{JobView, RankView, State, Trouble};
+use crate::servers::{Answers, is_not_there};
 
 /// A job without a decision for this many seconds, and for this many of its usual steps, is stalled.
 const STALL_S: f64 = 5.0;
 const STALL_STEPS: f64 = 5.0;
 
 /// Returns all troubles of the job in its servers' answers. `now_ms` is by the servers' clock.
-pub(super) fn troubles(view: &JobView, answers: &Answers, now_ms: u64) -> Vec<Trouble> {
+pub(super) fn troubles(view: &JobView, answers: &Answers<v1::DescribeResponse>, now_ms: u64) -> Vec<Trouble> {
     let mut found = Vec::new();
     let mut say = |what: String, remedy: &str| found.push(Trouble { what, remedy: remedy.into() });
     for (address, answer) in answers {
@@ -70,7 +71,7 @@ fn stalled(view: &JobView, now_ms: u64) -> Option<(f64, &str)> {
 /// Returns the trouble of a server without an answer.
 pub(super) fn without(address: &str, fault: &Fault) -> Trouble {
     let what = match (fault.kind, fault.field.as_str()) {
-        (FaultKind::NotFound, "job") => {
+        _ if is_not_there(fault) => {
             format!("{address} does not hold this job: it restarted, or belongs to another")
         }
         (FaultKind::Unavailable, "job") => format!("{address} is recovering this job"),

@@ -1,8 +1,6 @@
 //! The result of one look at the servers: jobs with their steps, servers with their memory, and the troubles of
 //! each.
 
-use longshore_proto::Fault;
-use longshore_wire::v1::DescribeResponse;
 use serde::Serialize;
 
 #[derive(Clone, Debug, Default, Serialize)]
@@ -105,5 +103,3 @@ pub(crate) struct StepView {
     pub(crate) loss: Option<f64>,
     pub(crate) exposed_seconds: Option<f64>,
 }
-
-pub(crate) type Answers = Vec<(String, Result<DescribeResponse, Fault>)>;
