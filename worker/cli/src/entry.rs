@@ -14,8 +14,10 @@ use crate::{
 const FAILED: u8 = 1;
 const WRONG_USE: u8 = 2;
 
-/// Runs the program with these arguments, which begin with its name. Returns the exit code: 0 on success, 1 for an
-/// error, 2 for wrong arguments, 130 or 143 if a signal stopped a run. The last line on stderr explains an error.
+/// Runs the program with these arguments, which begin with its name. The last line on stderr explains an error.
+///
+/// Returns the exit code: 0 on success, 1 for an error, 2 for wrong arguments. A run that a signal stopped has 130
+/// or 143.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     let errors_are_json = asks_for_json(&arguments);

@@ -60,7 +60,7 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Makes an output with results as JSON or text, and errors as text.
+    /// Returns true if results are JSON. Errors may still be text.
     pub(crate) fn is_json(self) -> bool {
         self.json || self.format == Format::Json
     }

@@ -361,8 +361,8 @@ pub(crate) fn is_not_there(fault: &Fault) -> bool {
     (fault.kind, fault.field.as_str()) == (FaultKind::NotFound, "job")
 }
 
-/// Leaves out the answers of servers that were opened for a plan which no decision has begun: these load, by a placement
-/// that is newer than any other server's.
+/// Leaves out the answers of servers that were opened for a move which no decision has begun. Such a server loads, by a
+/// placement newer than any other server's.
 fn begun<'a>(
     answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone,
 ) -> impl Iterator<Item = &'a v1::DescribeResponse> + Clone {

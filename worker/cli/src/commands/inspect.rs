@@ -24,8 +24,10 @@ const LOST: &str = "nothing that a server can go on from in";
 const DAMAGED: &str = "damage in the newest version, which a server refuses, in";
 const IN_USE: &str = "a server uses, so that it was not verified,";
 
-/// Reads and verifies everything. Returns an error if a folder has no whole version, if its newest version is
-/// damaged, or if a server uses it.
+/// Reads and verifies everything.
+///
+/// # Errors
+/// If a folder has no whole version, if its newest version is damaged, or if a server uses it.
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let mut amiss = Vec::new();
     for folder in folders(&args.dir)? {

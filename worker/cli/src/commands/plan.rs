@@ -1,5 +1,5 @@
-//! `longshore plan`: memory that a job will take of its servers and of its GPUs, and the time of its steps. The
-//! servers' part is by the arithmetic of their admission.
+//! `longshore plan`: the memory that a job takes of servers and GPUs, and the time of its steps. The servers' part
+//! comes from the arithmetic of their admission.
 
 mod gpus;
 mod job;

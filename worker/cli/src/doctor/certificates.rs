@@ -7,9 +7,8 @@ use tokio::{net::TcpStream, time::timeout};
 
 use super::{Finding, bad, good, warning};
 
-/// Certificates that expire sooner get a warning: a run that begins now may take weeks, and connections end with
-/// their certificate. `longshore tls` makes certificates for 365 days by default, so the warning covers their last
-/// month.
+/// Certificates that expire sooner get a warning. A run that begins now may take weeks, and connections end with their
+/// certificate. `longshore tls` makes certificates for 365 days by default: the warning covers their last month.
 const SOON: Duration = Duration::from_secs(30 * DAY_SECONDS);
 const DAY_SECONDS: u64 = 24 * 3600;
 const OWN: &str = "make a new one with `longshore tls issue`, and put its client.pem and client.key into the folder: the \

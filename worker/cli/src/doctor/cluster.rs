@@ -23,8 +23,8 @@ use crate::{access::Access, bench::probe, servers::PROMPTLY, sizes::human};
 
 /// The longest wait for a name, a port or a handshake.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The largest difference of clocks without a warning: logs of several hosts are read side by side, and
-/// certificates begin and end.
+/// The largest difference of clocks without a warning. Logs of several hosts are read side by side, and certificates
+/// have times.
 const CLOCKS_APART: Duration = Duration::from_secs(5);
 /// Samples of the round trip, of which the median counts.
 const CALLS: usize = 21;

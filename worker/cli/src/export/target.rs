@@ -81,8 +81,7 @@ impl Target {
         parent.unwrap_or(Path::new("."))
     }
 
-    /// Moves the draft to the target in one operation, so that either the earlier export or this one is there, and
-    /// complete.
+    /// Moves the draft to the target in one operation. At any time either the earlier export or this one is there, complete.
     fn take(&self, draft: tempfile::TempDir) -> Result<(), Fault> {
         if self.holds_export()? {
             // After the exchange the draft's name leads to the earlier export, which is removed with the draft.

@@ -79,8 +79,8 @@ fn in_use_and_next(units: &[u64]) -> u64 {
 /// need more than 64 bits, so the result saturates.
 ///
 /// The device has the inputs of all blocks and the inside of one, or the insides of all. At the end of forward it
-/// also has the logits. If inputs wait in the host's memory, the device has two inputs: that of the block in use,
-/// and one on its way.
+/// also has the logits. If inputs wait in the host's memory, the device has two of them. The block in use has
+/// one, and another is on its way.
 fn activations(model: &Model, work: &Workload) -> Option<(u64, u64)> {
     let sizes = model.transformer?;
     let layers = u128::from(sizes.layers);

@@ -143,8 +143,8 @@ struct Simulation<'a> {
     rank: OfRank,
     groups: Vec<OfGroup>,
     parts: Vec<Vec<Part>>,
-    /// By unit, the time when a version becomes readable: on the servers at stage 3, on the device at stage 2.
-    /// `newest` is the version of the last step, `older` the one before.
+    /// The time when a version becomes readable, by unit. Stage 3 reads on the servers, stage 2 on the device.
+    /// `newest` is the version of the last step, `older` the version before.
     newest: Vec<f64>,
     older: Vec<f64>,
     /// Unit and end of each use, and the end of the last use.
@@ -310,8 +310,8 @@ impl<'a> Simulation<'a> {
         of_server * self.run.servers / self.groups.len() as f64
     }
 
-    /// Returns two times: of a part on its group's link to all ranks, and of its longest shard on one server's
-    /// link.
+    /// Returns two times on links to all ranks. The group's link carries the part, and a single server's link carries
+    /// its longest shard.
     fn transfer_s(&self, part: &Part, share: f64) -> (f64, f64) {
         let all_ranks = |elements: f64| self.run.rank_bytes(elements * share) * self.run.gpus;
         (
@@ -383,8 +383,8 @@ impl<'a> Simulation<'a> {
         self.update(received_at);
     }
 
-    /// Returns the transfer time of a unit's activations between the GPU and its host, which is the first part of
-    /// the link to the servers.
+    /// Returns the transfer time of a unit's activations between the GPU and its host. The link to the servers begins with
+    /// this link.
     fn activations_s(&self, unit: usize) -> f64 {
         if self.run.activations <= 0.0 {
             return 0.0;

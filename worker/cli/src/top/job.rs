@@ -220,8 +220,7 @@ pub(super) mod tests {
 
     pub(in crate::top) const NOW_MS: u64 = 1_800_000_000_000;
 
-    /// An answer of a server in the middle of a job, with `steps` steps, of which the last was decided `ago_ms`
-    /// ago.
+    /// An answer of a server in the middle of a job. The last of `steps` steps was decided `ago_ms` ago.
     pub(in crate::top) fn answer(steps: u64, ago_ms: u64) -> DescribeResponse {
         let decided = |step: u64| v1::DecidedStep {
             step,

@@ -117,7 +117,7 @@ impl Screen {
     /// Waits for a key, for at most `KEYS`.
     ///
     /// # Errors
-    /// If the terminal is gone: a program that ignores SIGHUP, as under `nohup`, is not ended with its terminal.
+    /// If the terminal is gone. A program that ignores SIGHUP, as under `nohup`, does not end with its terminal.
     fn key(&self) -> anyhow::Result<Option<Key>> {
         // Keys come from the terminal also where stdin is another file.
         let (stdin, stdout) = (io::stdin(), io::stdout());

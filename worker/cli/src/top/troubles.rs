@@ -53,7 +53,8 @@ pub(super) fn troubles(view: &JobView, answers: &Answers<v1::DescribeResponse>, 
     found
 }
 
-/// Returns how long a job whose ranks have not left has been without a decision, if that is longer than usual.
+/// Returns the seconds since the last decision, and the awaited event. None if the time is usual, or if all ranks have
+/// left.
 fn stalled(view: &JobView, now_ms: u64) -> Option<(f64, &str)> {
     let is_awaited = |rank: &RankView| ["joined", "not connected"].contains(&rank.state);
     let takes_steps = matches!(view.state, State::Training | State::Idle);

@@ -1,5 +1,4 @@
-//! The result of one look at the servers: jobs with their steps, servers with their memory, and the troubles of
-//! each.
+//! The result of one look at the servers: servers with their memory, and jobs with their steps and troubles.
 
 use serde::Serialize;
 

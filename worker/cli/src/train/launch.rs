@@ -140,7 +140,7 @@ impl Ranks {
     }
 }
 
-/// Returns the message about a rank 0 that ended because the run was told to stop; None for any other end.
+/// Returns the message about a rank 0 that ended as told to stop; None for any other end.
 fn how_stopped(status: ExitStatus) -> Option<&'static str> {
     let is_one = |number: Option<i32>, of: &[Signal]| of.iter().any(|one| number == Some(one.as_raw()));
     if is_one(status.code().map(|code| code - SIGNALLED), &[Signal::INT, Signal::TERM]) {

@@ -17,9 +17,8 @@ use super::{
 /// Keeping them saves half of the time of a forward pass.
 const KEPT_ACTIVATIONS: usize = 256 << 20;
 
-/// Returns the bytes of all activations: the inputs of all stages, and the larger of two parts. The first is the
-/// inside of one block: its attention matrix, and 16 times its input for projections and the MLP. The second is
-/// the logits and their gradient.
+/// Returns the bytes of all activations: the inputs of all stages, and the larger of two parts. The first part is the
+/// inside of one block: its attention matrix, and 16 times its input. The second part is the logits and their gradient.
 pub(super) fn activations(model: &Gpt, sequences: usize, device_budget: Option<u64>) -> u64 {
     let config = model.config();
     let rows = (sequences * config.context) as u64;

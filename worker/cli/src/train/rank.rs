@@ -179,8 +179,8 @@ impl<'a> Run<'a> {
         self.rank == 0 && self.stop.asked().is_some()
     }
 
-    /// Returns what ends a wait of rank 0: a signal while the job is paused, since the step in hand cannot finish then. The
-    /// second part takes the session's question whether the job is paused.
+    /// Returns the interrupt of rank 0's waits. A signal ends them while the job is paused, since no step can finish then.
+    /// The second part takes the session's question whether the job is paused.
     fn interrupt(&self) -> (Interrupt, Arc<OnceLock<Asks>>) {
         let paused: Arc<OnceLock<Asks>> = Arc::default();
         if self.rank != 0 {

@@ -48,8 +48,8 @@ struct Heard {
 }
 
 impl Stop {
-    /// Catches SIGINT and SIGTERM from here on. The process that starts the ranks tells rank 0 by SIGUSR1: a
-    /// terminal sends SIGINT to both processes, and that is one signal and not two.
+    /// Catches SIGINT and SIGTERM from here on. The process that starts the ranks tells rank 0 by SIGUSR1. A terminal sends
+    /// SIGINT to both processes, so SIGUSR1 does not count as a second signal.
     pub(crate) fn catch(part: Part, words: LastWords) -> io::Result<Stop> {
         let stop = Stop::default();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;

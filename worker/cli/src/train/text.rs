@@ -254,7 +254,7 @@ fn is_lock_file(path: &Path) -> bool {
     name.ends_with(".lock") || ["package-lock.json", "pnpm-lock.yaml", "go.sum"].contains(&name.as_ref())
 }
 
-/// Returns the regular files at or below `path`, sorted: a folder is one corpus in any order of the file system.
+/// Returns the regular files at or below `path`, sorted. A folder is one corpus in any order of the file system.
 /// Hidden files, links and cache folders are skipped.
 fn list(path: &Path) -> Result<Vec<PathBuf>, Error> {
     match std::fs::metadata(path) {

@@ -26,8 +26,8 @@ pub(super) enum Images {
 }
 
 impl Update {
-    /// Returns the cases. `all` means every combination. Otherwise AdamW in every format or on every instruction
-    /// set, and the other rules in bf16 on the fastest instruction set.
+    /// Returns the cases. `all` means every combination. Otherwise AdamW is in every format or on every instruction
+    /// set. The other rules are in bf16 on the fastest instruction set.
     pub(super) fn list(all: bool) -> Vec<Update> {
         let (best, mut cases) = (Isa::detect(), Vec::new());
         for rule in Rule::ALL {

@@ -237,8 +237,8 @@ fn units(model: &Model, scale: f64, work: &Workload, flops: f64) -> Vec<Unit> {
     model.unit_elements(work.division).into_iter().map(unit).collect()
 }
 
-/// Elements of weights that fit on a device at stage 3: the room that gradients and activations leave, and at
-/// least the minimum that a worker needs.
+/// Elements of weights that fit on a device at stage 3, beside gradients and activations. A worker needs at least the
+/// units of its peak.
 fn room(peak: &Peak, memory: Option<u64>) -> f64 {
     let beside = peak.total() - peak.weights;
     let left = memory.map_or(0, |memory| memory.saturating_sub(beside));
@@ -248,8 +248,8 @@ fn room(peak: &Peak, memory: Option<u64>) -> f64 {
 /// The most bytes of gradients that a rank's host retains, and the event that frees them. Gradients of a step stay
 /// until all servers have its commit, or until it is durable on drives.
 ///
-/// A step begins once the version that it reads is decided, and a version is decided once the one before is
-/// durable. So a delay adds a step, and drives add another.
+/// A step begins once the version that it reads is decided: a delay adds a step. On drives a version is decided once the
+/// version before is durable: drives add another step.
 fn retained(Job { spec, parameters, frozen, is_sliced, .. }: &Job<'_>) -> (u64, &'static str) {
     let ranks = if *is_sliced { f64::from(spec.world_size) } else { 1.0 };
     let trained = *parameters as f64 * (1.0 - frozen) / ranks;

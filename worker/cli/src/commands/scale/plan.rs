@@ -228,8 +228,8 @@ struct Free {
     is_witness: bool,
 }
 
-/// Asks the wanted servers how much memory they have for the job, and for how many of its shards they have room. Memory
-/// that is reserved for it already counts as free where the job owns nothing yet.
+/// Asks the wanted servers for their room for the job, in bytes and in shards. Memory that is reserved for the job counts
+/// as free where the job owns nothing yet.
 fn free(
     request: &v1::ScaleRequest,
     spec: &JobSpec,

@@ -77,7 +77,7 @@ impl Found {
                 Err(fault) => without.push((address, reason(&fault))),
             }
         }
-        // A server that has left the job lacks nothing of it, and neither does one beyond the number of its shards.
+        // A server that has left the job lacks nothing of it. Neither does a server beyond the number of shards.
         let placements = answers.iter().filter_map(|(_, answer)| answer.placement.as_ref());
         if is_complete(answers.iter().map(|(_, answer)| answer)) {
             without.retain(|(_, reason)| reason != GONE);

@@ -17,8 +17,8 @@ pub enum Group {
     NoDecay,
 }
 
-/// A parameter. Names, shapes and orientation are those of Hugging Face's `GPT2LMHeadModel` (vocabulary 256, head
-/// not tied), so that an exported model loads there.
+/// A parameter. Names, shapes and orientation are those of Hugging Face's `GPT2LMHeadModel`, with a vocabulary of 256 and
+/// an untied head. An exported model loads there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Param {
     pub name: String,
@@ -38,8 +38,8 @@ enum Start {
     Zero,
     One,
     Normal,
-    /// The end of a residual branch, scaled by 1/sqrt(2 x layers): the branches' sum then starts with unit
-    /// variance at any depth.
+    /// The end of a residual branch, scaled by 1/sqrt(2 x layers). The branches' sum then starts with unit variance at
+    /// any depth.
     Residual,
 }
 

@@ -1,5 +1,5 @@
-//! A GPT whose weights live elsewhere: the model borrows one stage's weights at a time, and emits gradients as
-//! they appear.
+//! A GPT whose weights live elsewhere. The model borrows one stage's weights at a time, and emits gradients as they
+//! appear.
 //!
 //! Forward keeps only the inputs of stages (activation checkpointing). Backward walks the stages in reverse,
 //! computes each stage's inside again, and emits its gradients at once. So neither all weights nor all gradients

@@ -1,5 +1,5 @@
-//! Number types of the model, and matrix products over slices with checked bounds. Only this module calls the crate `gemm`, whose functions take raw
-//! pointers.
+//! Number types of the model, and matrix products over slices with checked bounds. Only this module calls the crate
+//! `gemm`, whose functions take raw pointers.
 
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub, SubAssign};
 

@@ -200,8 +200,8 @@ pub(super) fn causal_softmax_backward<T: Real>(p: &[T], dp: &[T], length: usize,
     })
 }
 
-/// Returns the cross entropy of a row of logits against the next byte, in nats, with the largest logit and the
-/// sum.
+/// Returns the cross entropy of a row of logits against the next byte, in nats. The largest logit and the sum of
+/// exponentials follow.
 fn cross_entropy<T: Real>(logits: &[T], target: usize) -> (f64, T, T) {
     let largest = logits.iter().fold(logits[0], |a, b| if *b > a { *b } else { a });
     let total = sum(logits.len(), |i| (logits[i] - largest).exp());

@@ -12,8 +12,8 @@ use super::{
 
 /// Source of a stage's weights.
 ///
-/// A micro-step of n stages acquires stages 0, 1 .. n-1 and then n-2 .. 1, each after it has released the one
-/// before. The last stage is acquired once for both passes, and the embedding's gradient needs no weights. The
+/// A micro-step of n stages acquires stages 0, 1 .. n-1, and then n-2 .. 1. Each stage is released before the next one is
+/// acquired. The last stage is acquired once for both passes, and the embedding's gradient needs no weights. The
 /// order never changes, so a source can prefetch.
 pub trait Weights<T = f32> {
     /// Returns the tensors, in the order and the shapes of the stage's parameters.
