@@ -90,7 +90,7 @@ fn a_link_that_stays_cut_one_way_is_named_in_time() {
     });
 }
 
-/// The link between two servers is cut one way while shards move, and the worker reaches both.
+/// The link between two servers is cut one way before shards move, and again while they do. The worker reaches both.
 #[test]
 fn shards_move_once_a_link_between_servers_is_mended() {
     let (train, mut random) = (Train::new(80), Random::new());
@@ -98,13 +98,26 @@ fn shards_move_once_a_link_between_servers_is_mended() {
     let expected = train.undisturbed().hash;
     let source = links.serve(0, ServerOptions::new());
     let next = links.serve(1, ServerOptions::new().allow("cannot be fetched yet"));
-    let mut running = on(&links, 2, &[&source], &train).start();
+    let mut running = on(&links, 2, &[&source], &train).allow("cannot be changed yet").start();
     running.until_step(1);
     links.cut(0, 1);
     let wish = [source.address(), next.address()].join(",");
     let scale = ["scale", "--job", "default", "--servers", source.address(), "--to", &wish];
     let asked = links.longshore(2, &scale);
     assert_eq!(asked.code, 0, "{asked:?}");
+    eventually("a wish that waits for the link", || {
+        let said = running.process.stderr();
+        let is_named = |line: &str| line.contains("cannot be changed yet") && line.contains(source.address());
+        said.lines().any(is_named).then_some(())
+    });
+    // Steps go on meanwhile.
+    running.until_steps(1);
+    links.mend(0, 1);
+    eventually("a rank on the new server", || {
+        let has_joined = |line: &serde_json::Value| line["fields"]["message"] == "rank joined";
+        next.log().iter().any(has_joined).then_some(())
+    });
+    links.cut(0, 1);
     eventually("a fetch that names its source", || {
         let is_named = |line: &serde_json::Value| line["fields"]["source"] == source.address();
         next.log().iter().any(is_named).then_some(())

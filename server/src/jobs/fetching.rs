@@ -12,20 +12,20 @@ use std::{
     time::Duration,
 };
 
-use futures_util::future::join_all;
+use futures_util::future::{join_all, try_join_all};
 use longshore_engine::{
     job::{IMAGE, OLDER_IMAGE},
     step::Awaited,
 };
 use longshore_proto::{
-    Fault, FaultKind,
+    Fault, FaultKind, JobName, Placement, ServerId,
     checksum::crc32,
     limits::{CHUNK_BYTES, CHUNK_HEADROOM_BYTES, DEFAULT_DEADLINE_MS},
 };
 use longshore_wire::{
     Channel, dial, fault_from_status,
     tls::Credentials,
-    v1::{FetchRequest, tensors_client::TensorsClient},
+    v1::{DescribeRequest, FetchRequest, admin_client::AdminClient, tensors_client::TensorsClient},
 };
 use tokio::time::{Instant, sleep, timeout};
 
@@ -39,6 +39,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// The longest silence of a server that sends a shard, once the shard's version is made.
 const SILENCE: Duration = Duration::from_secs(20);
+/// Longest wait for each member of a job before the job is opened here.
+const REACH: Duration = Duration::from_secs(5);
 
 /// Characters of an obstacle that are kept.
 const MOST_SAID: usize = 1000;
@@ -124,7 +126,7 @@ impl JobHandle {
             let first = &awaited[..count.min(AT_ONCE)];
             for shard in first {
                 if !channels.contains_key(&shard.address) {
-                    match self.channel(&shard.address, tls_dir).await {
+                    match channel(&shard.address, tls_dir).await {
                         Ok(channel) => drop(channels.insert(shard.address.clone(), channel)),
                         Err(fault) => self.note_failure(shard, fault),
                     }
@@ -156,12 +158,6 @@ impl JobHandle {
         if changed.wait_for(|_| !self.job.awaits(awaited)).await.is_err() {
             pending::<()>().await;
         }
-    }
-
-    async fn channel(&self, address: &str, tls_dir: Option<&Path>) -> Result<Channel, Fault> {
-        let credentials =
-            tls_dir.filter(|_| !address.starts_with("unix:")).map(Credentials::read).transpose()?;
-        dial::connect(address, credentials.as_ref()).await
     }
 
     async fn fetch(&self, awaited: &Awaited, channel: Channel) -> Result<(), Fault> {
@@ -282,6 +278,48 @@ impl JobHandle {
             tracing::warn!(%job, shard, source, %fault, "a shard cannot be fetched yet; it is tried again");
         }
     }
+}
+
+async fn channel(address: &str, tls_dir: Option<&Path>) -> Result<Channel, Fault> {
+    let credentials = tls_dir.filter(|_| !address.starts_with("unix:")).map(Credentials::read).transpose()?;
+    dial::connect(address, credentials.as_ref()).await
+}
+
+/// Checks that this server reaches a job's other members by the addresses in `placement`, from which it will fetch.
+///
+/// Members without the job pass: rank 0 opens a job on several new servers at once.
+///
+/// # Errors
+/// `Precondition` for a member that does not answer, or where another server answers, as on a loopback address.
+pub(crate) async fn check_reached(
+    job: &JobName,
+    placement: &Placement,
+    own: ServerId,
+    tls_dir: Option<&Path>,
+) -> Result<(), Fault> {
+    let check = async |server: ServerId| {
+        let address = placement.servers[server.0 as usize].as_str();
+        let describe = async {
+            let mut admin = AdminClient::new(channel(address, tls_dir).await?);
+            let request = DescribeRequest { job: job.to_string(), brief: true, ..DescribeRequest::default() };
+            let answer =
+                admin.describe(request).await.map_err(|status| fault_from_status(&status, address))?;
+            Ok(ServerId(answer.into_inner().server))
+        };
+        let cause = match timeout(REACH, describe).await {
+            Ok(Ok(found)) if found == server => return Ok(()),
+            Ok(Err(Fault { kind: FaultKind::NotFound, field, .. })) if field == "job" => return Ok(()),
+            Ok(Ok(found)) => format!("{found} of the job answers"),
+            Ok(Err(fault)) => fault.to_string(),
+            Err(_) => format!("no answer within {} s", REACH.as_secs()),
+        };
+        let limit = format!("{server} of the job, reached from this new server too");
+        let remedy = "open the job with addresses by which its servers reach each other, and see firewalls between them";
+        let value = format!("{address} ({cause})");
+        Err(Fault::new(FaultKind::Precondition, "placement.servers", value, limit, remedy))
+    };
+    try_join_all(placement.members().filter(|&server| server != own).map(check)).await?;
+    Ok(())
 }
 
 fn silent(awaited: &Awaited) -> Fault {

@@ -40,7 +40,7 @@ use self::turns::Turn;
 pub(crate) use self::{
     counters::RANKS,
     ending::StepBack,
-    fetching::Fetching,
+    fetching::{Fetching, check_reached},
     handle::JobHandle,
     hashing::Hashes,
     history::Decided,

@@ -25,7 +25,10 @@ use super::{
     room::{Answers, Kept, Room},
     stand, stats, watch,
 };
-use crate::jobs::{Decided, JobHandle};
+use crate::{
+    jobs::{Decided, JobHandle, check_reached},
+    tasks::finished,
+};
 
 /// Longest wait for the checkpoint folder while a job is opened. A restarting file server is silent for some seconds,
 /// and workers wait 60 s for a job to open.
@@ -144,8 +147,16 @@ impl Services {
             return Err(Fault::new(FaultKind::Precondition, "placement.servers", "a witness", limit, remedy));
         }
         self.check_not_evicted(&spec.name).await?;
+        let server = ServerId(request.server);
+        // A witness fetches nothing.
+        if request.is_new && !self.is_witness {
+            let (job, placement, tls_dir) = (spec.name.clone(), placement.clone(), self.tls_dir.clone());
+            let check = async move { check_reached(&job, &placement, server, tls_dir.as_deref()).await };
+            // In a task of its own, other servers' answers are no messages of this call.
+            finished(tokio::spawn(check)).await?;
+        }
         let jobs = self.jobs.clone();
-        let wanted = StoredJob { spec, placement, server: ServerId(request.server), owner };
+        let wanted = StoredJob { spec, placement, server, owner };
         let is_new = request.is_new;
         let (created, handle) = jobs.open(wanted, is_new, Incarnation(request.incarnation)).await?;
         let job = &handle.job;
