@@ -20,7 +20,7 @@ use crate::{
     access::{JobArgs, ServersArgs},
     output::Output,
     progress::Progress,
-    servers::{Admin, PROMPTLY, Servers, brief, is_not_there},
+    servers::{Admin, PROMPTLY, Servers, Unanswered, brief, is_not_there},
 };
 
 /// Longest wait for the checkpoints of others, and the pause between two tries.
@@ -222,8 +222,17 @@ pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
     let mut servers = args.servers.connect()?;
     let silent = servers.add_members(job, &args.servers.access)?;
     let request = v1::DeleteJobRequest { job: job.clone(), discard_unreadable: args.discard_unreadable };
+    // A server that cannot read its part refuses before any other part is deleted.
+    let described = servers.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(job)).await);
+    let is_unread = |answer: &Result<_, Fault>| answer.as_ref().is_err_and(|fault| !is_not_there(fault));
+    let unread = described.into_iter().filter(|(_, answer)| is_unread(answer));
+    let unread: Vec<String> = unread.map(|(address, _)| address).collect();
+    if !unread.is_empty() {
+        let unread = Servers::connect(&unread, &args.servers.access)?;
+        unread.each(async |mut admin| admin.delete_job(request.clone()).await)?;
+    }
     let answers = servers.answers(async |mut admin| admin.delete_job(request.clone()).await);
-    let any = answers.iter().any(|(_, answer)| answer.is_ok());
+    let any = !unread.is_empty() || answers.iter().any(|(_, answer)| answer.is_ok());
     for (address, answer) in answers {
         match answer {
             // An earlier call that did not reach every server deleted the job here.
@@ -231,8 +240,9 @@ pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
             answer => answer.map(|_| ()).context(address)?,
         }
     }
-    for (address, why) in &silent {
-        say_aside!("{address} {why}. Its part of {job} is not deleted, if it still has one");
+    if !silent.is_empty() {
+        let lead = format!("{job} is deleted, but for servers that may still have a part of it. ");
+        return Err(Unanswered::new(&lead, &silent).into());
     }
     out.result(|| json!({"job": job, "deleted": true}), || format!("deleted {job}"));
     Ok(())
