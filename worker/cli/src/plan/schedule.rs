@@ -481,17 +481,21 @@ impl<'a> Simulation<'a> {
     }
 }
 
-/// Returns the fewest servers whose step is at most 1% longer than with `most` servers, and that step.
-pub(crate) fn enough_servers(run: &Run, hardware: &Hardware, most: u32) -> (u32, Step) {
-    let with = |servers: u32| Run { servers: f64::from(servers), ..run.clone() }.step(hardware);
-    let best = with(most).wall_s;
-    // Twice the servers never make a step longer. A single server more may, if shards are then dealt unevenly.
-    let (mut low, mut high) = (1, most);
+/// Returns the fewest servers whose step is at most 1% longer than with `most` servers.
+pub(crate) fn enough_servers(run: &Run, hardware: &Hardware, most: u32) -> u32 {
+    let wall_s = |servers: u32| Run { servers: f64::from(servers), ..run.clone() }.step(hardware).wall_s;
+    let longest = wall_s(most) * 1.01;
+    // Twice the servers never make a step longer. A single server more may, if shards are then dealt unevenly. A few
+    // servers are tried first: their groups are few, so that they are simulated in a fraction of the time.
+    let (mut low, mut high) = (1, 1);
+    while high < most && wall_s(high) > longest {
+        (low, high) = (high + 1, (2 * high).min(most));
+    }
     while low < high {
         let middle = low.midpoint(high);
-        if with(middle).wall_s <= best * 1.01 { high = middle } else { low = middle + 1 }
+        if wall_s(middle) <= longest { high = middle } else { low = middle + 1 }
     }
-    (low, with(low))
+    low
 }
 
 #[cfg(test)]

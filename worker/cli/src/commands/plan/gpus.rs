@@ -103,7 +103,7 @@ impl Plan {
                 ..Run::of(spec, units, job.servers.into(), job.is_sliced, job.drives)
             };
             let most = MOST_SERVERS.min(job.shards);
-            let step = speeds.map(|speeds| (run.step(&speeds), enough_servers(&run, &speeds, most).0));
+            let step = speeds.map(|speeds| (run.step(&speeds), enough_servers(&run, &speeds, most)));
             Of {
                 stage,
                 peak,
