@@ -201,6 +201,8 @@ pub(crate) enum Accumulator {
     Worker,
 }
 
+/// A larger number of sequences or of batches is a typing error. Products with it fit in 64 bits.
+const MOST_SEQUENCES: usize = 1 << 16;
 /// Adam's second beta, as is usual for GPTs.
 const BETA2: f64 = 0.95;
 /// The variable of --tls-dir. A user who sets it for all commands may train on an embedded server too.
@@ -286,6 +288,12 @@ impl Flags {
         positive("--batch", self.batch as u64)?;
         positive("--eval-batches", self.eval_batches as u64)?;
         positive("--deadline-s", self.deadline_s)?;
+        for (flag, value) in [("--batch", self.batch), ("--eval-batches", self.eval_batches)] {
+            if value > MOST_SEQUENCES {
+                let limit = format!("at most {MOST_SEQUENCES}");
+                return Err(Fault::invalid(flag, value, limit, "correct the flag"));
+            }
+        }
         if !self.servers.is_empty() {
             let credentials = self.access.credentials()?;
             self.servers

@@ -28,7 +28,7 @@ pub(super) fn activations(model: &Gpt, sequences: usize, device_budget: Option<u
     let inputs = (config.layers as u64 + 1) * input;
     let inside = 16 * input + attention;
     let kept = match device_budget {
-        None => (inside * 4 * (config.layers as u64 - 1)).min(KEPT_ACTIVATIONS as u64),
+        None => inside.saturating_mul(4 * (config.layers as u64 - 1)).min(KEPT_ACTIVATIONS as u64),
         Some(_) => 0,
     };
     (inputs + inside.max(logits)) * 4 + kept
