@@ -67,7 +67,7 @@ pub(crate) fn choose(
     };
     let cluster = file.cluster(&name)?;
     servers.clone_from(&cluster.servers);
-    // A token of the file belongs to the file's folder.
+    // The cluster's token is valid with the cluster's authority alone, so it counts only with that TLS folder.
     if access.tls_dir.is_none() {
         access.tls_dir.clone_from(&cluster.tls_dir);
         access.token_file = access.token_file.take().or_else(|| cluster.token_file.clone());

@@ -44,7 +44,7 @@ struct Part {
 }
 
 impl Plan {
-    /// Plans the moves to the servers of `request`, which checks that the job's servers let them happen.
+    /// Plans the moves to the servers of `request`. The job's servers check the request, and change nothing.
     pub(super) fn make(
         members: &Servers,
         seen: &Seen,
