@@ -54,7 +54,7 @@ pub(crate) struct Servers {
     servers: Vec<Server>,
 }
 
-/// Addresses of servers that cannot be reached, each with the reason.
+/// Addresses of servers without an answer, each with the reason.
 pub(crate) type Silent = Vec<(String, String)>;
 pub(crate) type Admin = AdminClient<Channel>;
 type Answer<T> = Result<tonic::Response<T>, Status>;

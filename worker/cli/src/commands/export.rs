@@ -44,25 +44,22 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let exported = export::run(&servers, &settings)
         .with_context(|| format!("job {} was not exported to {}", settings.job, args.out.display()))?;
     let seconds = from.elapsed().as_secs_f64();
-    if out.is_json() {
-        let said = json!({
+    let text = || {
+        let job = &settings.job;
+        let (version, dtype, bytes) = (exported.version.0, exported.dtype, human(exported.bytes));
+        let head = format!(
+            "version {version} of job {job}: {bytes} as {dtype} in {}, {seconds:.1} s",
+            args.out.display()
+        );
+        let files = exported.files.iter().map(|name| format!("  {name}"));
+        std::iter::once(head).chain(files).collect::<Vec<_>>().join("\n")
+    };
+    let object = || {
+        json!({
             "job": settings.job, "version": exported.version.0, "dtype": exported.dtype.to_string(), "out": args.out,
             "bytes": exported.bytes, "files": exported.files, "seconds": seconds,
-        });
-        say!("{said}");
-        return Ok(());
-    }
-    say!(
-        "version {} of job {}: {} as {} in {}, {:.1} s",
-        exported.version.0,
-        settings.job,
-        human(exported.bytes),
-        exported.dtype,
-        args.out.display(),
-        seconds
-    );
-    for name in &exported.files {
-        say!("  {name}");
-    }
+        })
+    };
+    out.result(object, text);
     Ok(())
 }

@@ -10,13 +10,13 @@ use longshore_proto::{legible, remedies};
 use longshore_wire::v1;
 
 use self::{
-    gather::{Answers, Found, GONE, Wear, Without, combined_hash, formats, hashed, last_commit, phase},
+    gather::{Answers, Found, GONE, Wear, combined_hash, formats, hashed, last_commit, phase},
     object::object,
 };
 use crate::{
     access::ServersArgs,
     output::{Output, wrong_use},
-    servers::{PROMPTLY, Unanswered, standing},
+    servers::{PROMPTLY, Silent, Unanswered, standing},
     sizes::human,
 };
 
@@ -85,7 +85,7 @@ fn line(text: &str) {
     say!("{}", legible(text));
 }
 
-fn print(job: &str, answers: &Answers, without: &Without, unhashed: Option<String>) {
+fn print(job: &str, answers: &Answers, without: &Silent, unhashed: Option<String>) {
     say!("");
     line(&format!("job {job}"));
     let first = answers.first().map(|(_, first)| first);
@@ -199,7 +199,7 @@ fn held_up(progress: &v1::JobProgress, waiting_for: &str) -> Option<String> {
 }
 
 /// Returns why the servers' answers make no hash of the whole state.
-fn no_hash(answers: &Answers, without: &Without) -> String {
+fn no_hash(answers: &Answers, without: &Silent) -> String {
     let progress = || answers.iter().filter_map(|(_, answer)| answer.progress.as_ref());
     let versions: Vec<String> =
         answers.iter().map(|(address, answer)| format!("{} on {address}", answer.hash_version)).collect();

@@ -51,20 +51,16 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let imported = fill(&args.servers.connect()?, args, out)
         .with_context(|| format!("job {} was not filled from {}", args.job, args.from.display()))?;
     let seconds = begun.elapsed().as_secs_f64();
-    if out.is_json() {
-        let said = json!({
-            "job": args.job, "params": imported.params, "elements": imported.elements, "seconds": seconds,
-        });
-        say!("{said}");
-        return Ok(());
-    }
-    say!(
-        "job {}: {} parameters, {} of fp32 weights from {}, {:.1} s",
-        args.job,
-        imported.params,
-        human(4 * imported.elements),
-        args.from.display(),
-        seconds
+    let Imported { params, elements } = imported;
+    out.result(
+        || json!({"job": args.job, "params": params, "elements": elements, "seconds": seconds}),
+        || {
+            let (bytes, from) = (human(4 * elements), args.from.display());
+            format!(
+                "job {}: {params} parameters, {bytes} of fp32 weights from {from}, {seconds:.1} s",
+                args.job
+            )
+        },
     );
     Ok(())
 }

@@ -191,7 +191,7 @@ impl<'a> Keeper<'a> {
     /// Returns the flag with which the same command continues from a checkpoint. A checkpoint that the command
     /// names wins over the newest one.
     fn resume_flag(&self, name: &str) -> String {
-        match named(self.settings).filter(|old| *old != name) {
+        match self.settings.flags.resume_from.as_ref().filter(|old| *old != name) {
             Some(old) => format!("--resume-from {name} instead of {old}"),
             None => "--resume".to_string(),
         }
@@ -248,11 +248,6 @@ fn ends_with_us(settings: &Settings, embedded: bool) -> bool {
     embedded && !settings.flags.tier.properties().survives_restart()
 }
 
-/// Returns the checkpoint that the command names to go back to.
-fn named(settings: &Settings) -> Option<&String> {
-    settings.flags.resume_from.as_ref()
-}
-
 /// Says where a run is that a second signal ends at once, and how to continue.
 pub(super) fn cut_off(settings: &Settings, embedded: bool) -> String {
     if !embedded {
@@ -264,7 +259,7 @@ pub(super) fn cut_off(settings: &Settings, embedded: bool) -> String {
             .to_string();
     }
     let gone = "at once, and its embedded server kept the state in memory: it ends with this";
-    let flag = match (&settings.flags.checkpoint_dir, named(settings)) {
+    let flag = match (&settings.flags.checkpoint_dir, &settings.flags.resume_from) {
         (None, _) => {
             return format!(
                 "{gone}. With --checkpoint-dir DIR and --checkpoint-every STEPS the same command leaves checkpoints to go on from"

@@ -63,9 +63,8 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
         * u64::from(settings.flags.micro_steps)
         * u64::from(settings.flags.world_size);
     let mut report = Report::new(rank, settings, tokens, (servers, embedded));
-    let choice = ServerChoice { servers, embedded };
     loop {
-        match run.train(choice, &mut report) {
+        match run.train((servers, embedded), &mut report) {
             Err(error) if is(&error, |error| matches!(error, Error::Outdated(_))) => {
                 report.note(&format!("{error}. Starting over"));
             }
@@ -79,12 +78,6 @@ pub(super) fn run(settings: &Settings, rank: u32, servers: &[String], embedded: 
 }
 
 type Asks = Box<dyn Fn() -> bool + Send + Sync>;
-
-#[derive(Clone, Copy)]
-struct ServerChoice<'a> {
-    servers: &'a [String],
-    embedded: bool,
-}
 
 impl<'a> Run<'a> {
     fn prepare(settings: &'a Settings, rank: u32, stop: Stop) -> anyhow::Result<Run<'a>> {
@@ -107,11 +100,7 @@ impl<'a> Run<'a> {
     ///
     /// # Errors
     /// After `Outdated` nothing is lost, and the call may be repeated.
-    fn train(
-        &self,
-        ServerChoice { servers, embedded }: ServerChoice<'_>,
-        report: &mut Report,
-    ) -> anyhow::Result<()> {
+    fn train(&self, (servers, embedded): (&[String], bool), report: &mut Report) -> anyhow::Result<()> {
         let settings = self.settings;
         let host = Budget::unlimited("host memory of the worker");
         let (interrupt, paused) = self.interrupt();

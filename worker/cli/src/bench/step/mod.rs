@@ -22,11 +22,7 @@ use longshore_proto::JobSpec;
 use serde_json::json;
 
 pub(crate) use self::args::Args;
-use self::{
-    limits::Limits,
-    prediction::{Alone, Uses, predict},
-    rank::Measured,
-};
+use self::{limits::Limits, prediction::predict, rank::Measured};
 use super::{host::Hosts, median};
 use crate::output::{Output, wrong_use};
 
@@ -85,9 +81,8 @@ fn report(
     let gb = args.params as f64 * 2.0 / 1e9;
     let update_gb_per_s = limits.update_gb() / update * 1e3;
     let compute_s = args.compute_ms / 1e3 / f64::from(args.micro_steps) / spec.params.len() as f64;
-    let uses = Uses { forward_s: compute_s / 3.0, backward_s: compute_s * 2.0 / 3.0 };
     let wire = args.params as f64 * 2.0 / alone_push.max(alone_pull) * 1e3;
-    let predicted = predict(args, spec, &uses, &Alone { wire, memory: update_gb_per_s * 1e9 })?;
+    let predicted = predict(args, spec, compute_s, (wire, update_gb_per_s * 1e9))?;
     let predicted_ms = predicted.map(|step| step.wall_s * 1e3);
     let line = json!({
         "bench": "step",

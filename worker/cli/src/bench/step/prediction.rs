@@ -8,27 +8,15 @@ use longshore_worker::Transport;
 use super::Args;
 use crate::plan::{DriveTraffic, Hardware, Run, Step, Unit};
 
-/// Speeds measured alone, in bytes a second.
-pub(super) struct Alone {
-    /// Speed of the slower direction of the wire.
-    pub(super) wire: f64,
-    pub(super) memory: f64,
-}
-
-/// Seconds that a use of a unit takes, in forward and in backward.
-pub(super) struct Uses {
-    pub(super) forward_s: f64,
-    pub(super) backward_s: f64,
-}
-
-/// Returns the predicted step; None if the job is on drives of unknown speed.
+/// Returns the predicted step; None if the job is on drives of unknown speed. `compute_s` is a unit's compute in a
+/// micro-step. `wire` and `memory` are bytes a second, measured alone; the wire's are those of its slower direction.
 pub(super) fn predict(
     args: &Args,
     spec: &JobSpec,
-    uses: &Uses,
-    alone: &Alone,
+    compute_s: f64,
+    (wire, memory): (f64, f64),
 ) -> anyhow::Result<Option<Step>> {
-    let run = simulated(args, spec, uses)?;
+    let run = simulated(args, spec, compute_s)?;
     let drives = match args.drives {
         Some(speed) => speed as f64,
         None if run.drives.update > 0.0 => return Ok(None),
@@ -37,13 +25,13 @@ pub(super) fn predict(
     // In shared memory servers read gradients in place, and a worker maps images: the update's traffic already has
     // both.
     let is_mapped = args.transport() == Transport::Memfd;
-    let alone_link = if is_mapped { f64::INFINITY } else { alone.wire };
+    let alone_link = if is_mapped { f64::INFINITY } else { wire };
     let hardware = Hardware {
         // Units carry their own compute time.
         gpu_flops: f64::INFINITY,
         link: args.link.map_or(alone_link, |speed| speed as f64),
         server_link: args.server_link.map_or(f64::INFINITY, |speed| speed as f64),
-        server_memory: args.server_memory.map_or(alone.memory / run.servers, |speed| speed as f64),
+        server_memory: args.server_memory.map_or(memory / run.servers, |speed| speed as f64),
         drives,
         fabric: f64::INFINITY,
         round_trip_s: 0.0,
@@ -51,12 +39,13 @@ pub(super) fn predict(
     Ok(Some(run.step(&hardware)))
 }
 
-fn simulated(args: &Args, spec: &JobSpec, uses: &Uses) -> anyhow::Result<Run> {
+/// Forward takes a third of a unit's compute.
+fn simulated(args: &Args, spec: &JobSpec, compute_s: f64) -> anyhow::Result<Run> {
     let unit = |elements: u64| Unit {
         elements: elements as f64,
         trained: 1.0,
-        forward_s: uses.forward_s,
-        backward_s: uses.backward_s,
+        forward_s: compute_s / 3.0,
+        backward_s: compute_s * 2.0 / 3.0,
     };
     let units = spec.params.iter().map(|param| unit(param.shape.iter().product())).collect();
     Ok(Run::of(spec, units, args.server_count() as f64, false, on_drives(args, spec)?))

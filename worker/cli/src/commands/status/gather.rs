@@ -24,8 +24,6 @@ pub(super) const GONE: &str = "does not hold this job: it restarted, or belongs 
 
 /// Each server's address and answer.
 pub(super) type Answers = Vec<(String, v1::DescribeResponse)>;
-/// Addresses of servers without an answer, each with the reason.
-pub(super) type Without = Vec<(String, String)>;
 
 pub(super) struct Found {
     servers: Servers,
@@ -64,7 +62,7 @@ impl Found {
 
     /// Returns the answers of the servers that hold the job, and the reasons of the others. An operator needs a
     /// status most when a server has restarted empty, cannot read its drives, or is stopped.
-    pub(super) fn describe(&self, job: &str, with_steps: bool) -> (Answers, Without) {
+    pub(super) fn describe(&self, job: &str, with_steps: bool) -> (Answers, Silent) {
         let steps_after = with_steps.then_some(0);
         let request =
             v1::DescribeRequest { job: job.to_string(), steps_after, ..v1::DescribeRequest::default() };

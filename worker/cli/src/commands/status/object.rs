@@ -3,17 +3,12 @@
 use longshore_wire::v1;
 
 use super::{
-    gather::{Answers, Wear, Without, combined_hash, formats, last_commit, phase},
+    gather::{Answers, Wear, combined_hash, formats, last_commit, phase},
     steps::steps,
 };
-use crate::servers::standing;
+use crate::servers::{Silent, standing};
 
-pub(super) fn object(
-    job: &str,
-    answers: &Answers,
-    without: &Without,
-    last_steps: usize,
-) -> serde_json::Value {
+pub(super) fn object(job: &str, answers: &Answers, without: &Silent, last_steps: usize) -> serde_json::Value {
     let servers = answers.iter().map(|(address, answer)| {
         let progress = answer.progress.clone().unwrap_or_default();
         serde_json::json!({
