@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from longshore.client import Client, Shape
     from longshore.engine import Engine, initialize
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, NAdam
-    from longshore.optim.shard import Sharded, shard
     from longshore.progress import Progress
     from longshore.transfer.job import Hyper, StepReport
     from longshore.transfer.options import LossScale
     from longshore.transfer.server import Server
     from longshore.units.build import GatheredParameters, Init, TiledLinear, tiled
+    from longshore.units.shard import Sharded, shard
 
 __all__ = [
     "Adagrad",
@@ -69,11 +69,11 @@ _PLACES = {
     "SGD": "optim",
     "Server": "transfer.server",
     "Shape": "client",
-    "Sharded": "optim.shard",
+    "Sharded": "units.shard",
     "StepReport": "transfer.job",
     "TiledLinear": "units.build",
     "initialize": "engine",
-    "shard": "optim.shard",
+    "shard": "units.shard",
     "tiled": "units.build",
 }
 _MODULES = {

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from longshore.checkpoint import Saving
-from longshore.optim.optimizer import Optimizer, unwrapped
+from longshore.optim import Optimizer, unwrapped
 
 __all__ = ["Attached", "attach"]
 

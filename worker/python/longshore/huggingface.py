@@ -29,7 +29,7 @@ from longshore.checkpoint import Saving
 from longshore.deepspeed import config as _config
 from longshore.deepspeed.config import Config
 from longshore.errors import StateError, UsageError, invalid, warn
-from longshore.optim.optimizer import Optimizer, unwrapped
+from longshore.optim import Optimizer, unwrapped
 from longshore.transfer import params, tensors
 
 __all__ = ["Callback", "deepspeed", "newest"]

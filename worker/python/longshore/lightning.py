@@ -12,7 +12,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 from longshore.checkpoint import Saving
-from longshore.optim.optimizer import Optimizer, unwrapped
+from longshore.optim import Optimizer, unwrapped
 
 __all__ = ["Callback", "Strategy"]
 

@@ -10,7 +10,7 @@ from rank import loss, net
 from torch import distributed
 
 import longshore
-from longshore.distributed import ranks, reduced
+from longshore.distributed import ranks
 from longshore.errors import WaitError
 
 #: Timeout of torch.distributed in seconds. An error that comes sooner has another cause.
@@ -53,7 +53,7 @@ def reads(options: dict[str, Any], error: BaseException) -> Callable[[], None]:
     made = Optimizer(options)
     made.step(0)
     made.backward(1)
-    patched(reduced.Gathered, "_targets", error)
+    patched(ranks.Gathered, "_targets", error)
     return made.optimizer.step
 
 

@@ -26,7 +26,7 @@ PRELOADED = (
     "longshore.checkpoint",
     "longshore.engine",
     "longshore.optim",
-    "longshore.optim.shard",
+    "longshore.units.shard",
 )
 _MAX_REQUEST = 200_000
 _PR_SET_CHILD_SUBREAPER = 36

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from units import Deep
 
-from longshore.optim import step as streaming
+from longshore.optimizer import step as streaming
 from longshore.transfer import device as _device
 from longshore.transfer import weights
 

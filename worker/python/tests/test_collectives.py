@@ -11,9 +11,8 @@ import torch
 from torch import distributed, nn
 
 from longshore import errors
-from longshore.distributed import agree, collectives
-from longshore.distributed.ranks import gather_frozen
-from longshore.distributed.reduced import Gathered
+from longshore.distributed import collectives
+from longshore.distributed.ranks import Gathered, gather_frozen
 from longshore.transfer.params import DTYPES, Param
 from longshore.transfer.partitions import layout
 
@@ -114,15 +113,15 @@ class Stub:
 
 def test_weights_of_the_host_are_gathered_where_the_group_is_of_devices(without_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks exchange their findings through the device, which is missing here.
-    monkeypatch.setattr(agree, "together", lambda act: [act()])
+    monkeypatch.setattr(collectives, "together", lambda act: [act()])
     tensor = nn.Parameter(torch.zeros(64 * 1024))  # enough elements for a collective
     param = Param(0, "base", 0, tensor, tensor.shape, tensor.dtype, DTYPES[tensor.dtype], tensor.numel())
     [(_, frozen)] = gather_frozen(Stub(), 0, [param], 0, 1)
     Gathered(layout([param], 1), 0, 1).read(Stub())
     for found in (frozen, tensor.detach()):
         assert torch.equal(found, torch.arange(len(tensor), dtype=torch.float32))
-    assert agree.group_of(CPU) is agree.group_of(CPU), "one group for all of them"
-    assert agree.group_of(torch.device("cuda")) is distributed.distributed_c10d._get_default_group()
+    assert collectives.group_of(CPU) is collectives.group_of(CPU), "one group for all of them"
+    assert collectives.group_of(torch.device("cuda")) is distributed.distributed_c10d._get_default_group()
 
 
 def test_a_device_that_no_backend_is_for_is_named(without_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,4 +129,4 @@ def test_a_device_that_no_backend_is_for_is_named(without_the_cpu: None, monkeyp
     for device in ("xpu", "cpu"):
         message = rf"init_process_group\(backend=\) is without one for weights on {device}, .*init_process_group\(\) without backend="
         with pytest.raises(errors.UsageError, match=message):
-            agree.group_of(torch.device(device))
+            collectives.group_of(torch.device(device))

@@ -20,7 +20,7 @@ import longshore
 import longshore.accelerate
 import longshore.lightning
 from longshore import errors
-from longshore.optim import guards
+from longshore.optimizer import guards
 
 Act = Callable[[nn.Module], Any]
 MODES: dict[str, dict[str, Any]] = {

@@ -16,8 +16,8 @@ from torch import nn
 
 import longshore
 from longshore import errors
-from longshore.optim.connection import Connection
-from longshore.optim.step import Stepping
+from longshore.optimizer.connection import Connection
+from longshore.optimizer.step import Stepping
 from longshore.transfer.weights import Weights
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from units import weight_bytes
 
 import longshore
-from longshore.optim import step as streaming
+from longshore.optimizer import step as streaming
 from longshore.transfer import device as _device
 from longshore.transfer import gradients, weights
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import longshore
 from longshore import errors
-from longshore.optim.step import ENOUGH
+from longshore.optimizer.step import ENOUGH
 
 STEPS = 30
 

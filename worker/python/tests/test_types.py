@@ -98,7 +98,7 @@ def test_the_stub_declares_what_was_compiled() -> None:
 
 def modules() -> list[str]:
     """Returns the modules that users import from."""
-    folders = ["checkpoint", "client", "optim"]
+    folders = ["checkpoint", "client"]
     return sorted(f"longshore.{name}" for name in [*(path.stem for path in PACKAGE.glob("[!_]*.py")), *folders])
 
 

@@ -16,7 +16,7 @@ from units import Deep, Lora
 
 import longshore
 from longshore import _longshore, errors
-from longshore.distributed import agree
+from longshore.distributed import collectives
 
 JOB = _longshore.Job
 RANKS = 4
@@ -265,7 +265,7 @@ def left_alone(options: dict[str, Any]) -> str:
     model = model_of("deep")
     optimizer = optimizer_of(model, options)
     # The timeout of rounds alone: ranks that start slowly must still find each other.
-    agree.timeout = lambda: datetime.timedelta(seconds=5)
+    collectives.timeout = lambda: datetime.timedelta(seconds=5)
     longshore.shard(model, optimizer, 2_000_000, weights="gathered")
     told = "nothing"
     if distributed.get_rank() == 0:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from longshore.checkpoint import files as _files
 from longshore.errors import RefusedError, StateError, invalid, warn
-from longshore.optim.optimizer import Optimizer
+from longshore.optim import Optimizer
 from longshore.transfer import device, filling
 from longshore.transfer import params as _params
 from longshore.transfer.filling import Filling

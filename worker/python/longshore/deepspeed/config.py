@@ -17,9 +17,9 @@ from torch import nn
 from longshore import optim, schedules
 from longshore.deepspeed import keys as _keys
 from longshore.errors import invalid, warn
-from longshore.optim import shard as _shard
 from longshore.transfer import server
 from longshore.transfer.options import LossScale, Options
+from longshore.units import shard as _shard
 
 #: DeepSpeed's names of the supported rules, with its defaults that differ from torch's.
 _RULES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {

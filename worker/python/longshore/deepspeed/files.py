@@ -12,7 +12,7 @@ from torch import nn
 
 from longshore import checkpoint
 from longshore.checkpoint import files
-from longshore.distributed import agree
+from longshore.distributed import collectives
 from longshore.errors import StateError, invalid, warn
 
 _STATE = "engine.pt"
@@ -37,8 +37,8 @@ def save(
         if optimizer.is_first_rank:
             _write(engine, folder, tag, version, client_state, is_latest, leaves_frozen)
 
-    if agree.can_meet(optimizer.rank[1]):
-        agree.together(write)
+    if collectives.can_meet(optimizer.rank[1]):
+        collectives.together(write)
     else:
         write()
 

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from longshore.distributed import agree, collectives
+from longshore.distributed import collectives
 from longshore.distributed.ranks import CheckMissing, Ranks, on_all
 from longshore.errors import GradientError, UsageError, invalid
 from longshore.transfer import params as _params
@@ -111,7 +111,7 @@ def cuts(params: list[Param], world_size: int) -> dict[int, list[Piece]]:
     """
     if not params:
         return {}
-    everyones: list[dict[str, Box]] = agree.together(lambda: {param.name: box_of(param) for param in params})
+    everyones: list[dict[str, Box]] = collectives.together(lambda: {param.name: box_of(param) for param in params})
     loads = [0] * world_size
     found: dict[int, list[Piece]] = {}
     for param in params:
@@ -227,7 +227,7 @@ class Sharded(Ranks):
     tensor-parallel ones."""
 
     def __init__(self, params: list[Param]) -> None:
-        world_size = agree.place()[1]
+        world_size = collectives.place()[1]
         pieces = cuts(params, world_size)
         super().__init__(params, layout(params, world_size, lambda param: pieces[param.index]))
         #: This rank's pieces, by parameter.
@@ -295,7 +295,7 @@ class Sharded(Ranks):
 
     def _end(self, job: Any) -> None:
         if self._samples is not None:
-            _compare([piece for piece in self.layout.pieces() if piece.replicas], agree.together(lambda: self._samples))
+            _compare([piece for piece in self.layout.pieces() if piece.replicas], collectives.together(lambda: self._samples))
             self._samples = None
         super()._end(job)
 

@@ -16,7 +16,7 @@ from longshore.errors import GroupsError, StateError, UsageError, invalid, warn
 from longshore.transfer import device
 from longshore.transfer.params import DTYPES, Param, Piece, Place, are_equal, is_rounding, is_sharded
 from longshore.transfer.pinned import host_tensor
-from longshore.transfer.tensors import on_host
+from longshore.transfer.tensors import is_built, on_host
 
 #: Torch's names of the arrays that servers keep beside the master weights, by rule.
 NAMES = {
@@ -178,6 +178,13 @@ class Filling:
                 "model. The model's count, as with torch.optim. To go on from the state's, load the model that was saved with it before the "
                 "first step"
             )
+
+
+def of_init(params: list[Param]) -> Filling | None:
+    """Returns the weights that fill a new job parameter by parameter; None if :class:`longshore.Init` built no parameter."""
+    if not any(is_built(param.tensor) for param in params):
+        return None
+    return Filling(None, lambda _, param: param.tensor, lambda _: None)
 
 
 def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, described: bool = False) -> None:

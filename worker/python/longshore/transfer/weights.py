@@ -10,12 +10,12 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from longshore.errors import LongshoreError
+from longshore.errors import LongshoreError, UsageError
 from longshore.transfer import device as _device
 from longshore.transfer import tensors as _tensors
 from longshore.transfer.device import is_plain
@@ -108,6 +108,35 @@ GROUP_BYTES = 1024 * 1024
 DEVICE_GROUP_BYTES = 8 * 1024 * 1024
 #: Groups of a delayed job are larger by this factor. Its weights are there before their first use, so none waits for its group.
 DELAYED = 8
+
+
+class JobWeights(Protocol):
+    """Weights of a job in this process, as its connection uses them.
+
+    :class:`Weights` are of a model in memory, :class:`Unplaced` of a model that is being built, and
+    :class:`longshore.units.shard.UnitWeights` of a model in units.
+    """
+
+    @property
+    def awaited(self) -> set[int]: ...
+    def values(self) -> tuple[list[Place], list[Tensor]]: ...
+    def expect(self) -> None: ...
+    def read(self) -> None: ...
+    def read_frozen(self) -> set[int]: ...
+    def meet(self) -> None: ...
+    def settle(self) -> None: ...
+    def give_up(self) -> None: ...
+    def abandon(self) -> None: ...
+    def forget(self) -> None: ...
+    def finish_copies(self) -> None: ...
+    def release(self) -> None: ...
+
+
+class UnitedWeights(JobWeights, Protocol):
+    """Weights of a model in units, which go on to another job of the same parameters."""
+
+    def check_unused(self) -> None: ...
+    def belong_to(self, job: Any, held: int | None) -> JobWeights: ...
 
 
 class Weights:
@@ -351,6 +380,30 @@ class Weights:
         for stream in [current] if current == asked else [current, asked]:
             _device.accelerator.let_wait(stream, copied)
         return copied
+
+
+class Unplaced:
+    """Stands for the weights of a job whose model :class:`Init` built, until ``shard``: no tensor has them."""
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        return [], []
+
+    @property
+    def awaited(self) -> set[int]:
+        self.expect()
+        return set()
+
+    def expect(self) -> None:
+        raise UsageError("the model was built within longshore.Init: call longshore.shard(model, optimizer, budget) before it trains")
+
+    def read(self) -> None:
+        """Does nothing: units are fetched when they are used."""
+
+    def read_frozen(self) -> set[int]:
+        """Returns an empty set: nothing is read."""
+        return set()
+
+    meet = settle = give_up = abandon = forget = finish_copies = release = read
 
 
 class _Reader:

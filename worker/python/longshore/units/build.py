@@ -1,14 +1,12 @@
 """Models larger than memory while they are built: ``longshore.Init``, ``longshore.tiled`` and ``longshore.GatheredParameters``.
 
 ``Init`` runs a model's constructor without ever holding all weights. A tiled layer has slices of a weight that alone exceeds the budget.
-Gathered parameters are whole and plain for code that needs them so. An optimizer's weights are :class:`Unplaced` until ``shard``, and
-:class:`UnitWeights` afterwards.
+Gathered parameters are whole and plain for code that needs them so. All of it runs on the training thread.
 """
 
 import contextlib
 import functools
 import os
-import sys
 import tempfile
 from collections.abc import Iterable
 from typing import Any
@@ -17,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from longshore.errors import LongshoreError, UsageError, invalid
+from longshore.errors import UsageError, invalid
 from longshore.transfer import tensors
-from longshore.transfer.filling import Filling
-from longshore.transfer.params import Param, Place
 from longshore.transfer.tensors import UnitParameter, is_built
 from longshore.units import model as _model
 from longshore.units.fetching import Fetcher
@@ -156,133 +152,6 @@ def _in_file(folder: str | os.PathLike[str] | None, tensor: Tensor) -> Tensor:
         # The unlinked file lives as long as its mapping.
         mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
     return mapped.view(tensor.shape)
-
-
-def filling(params: list[Param]) -> Filling | None:
-    """Returns the weights that fill a new job parameter by parameter; None if :class:`Init` built no parameter."""
-    if not any(is_built(param.tensor) for param in params):
-        return None
-    return Filling(None, lambda _, param: param.tensor, lambda _: None)
-
-
-class Unplaced:
-    """Stands for the weights of a job whose model :class:`Init` built, until ``shard``: no tensor has them."""
-
-    def values(self) -> tuple[list[Place], list[Tensor]]:
-        return [], []
-
-    @property
-    def awaited(self) -> set[int]:
-        self.expect()
-        return set()
-
-    def expect(self) -> None:
-        raise UsageError("the model was built within longshore.Init: call longshore.shard(model, optimizer, budget) before it trains")
-
-    def read(self) -> None:
-        """Does nothing: units are fetched when they are used."""
-
-    def read_frozen(self) -> set[int]:
-        """Returns an empty set: nothing is read."""
-        return set()
-
-    meet = settle = give_up = abandon = forget = finish_copies = release = read
-
-
-class UnitWeights:
-    """Replaces :class:`longshore.transfer.weights.Weights` for a model in units."""
-
-    def __init__(self, home: Residency, fetcher: Fetcher, job: Any) -> None:
-        self._home, self._fetcher, self._job = home, fetcher, job
-        #: The version that a step was given up with, until the weights that it goes on with are expected.
-        self._held: int | None = None
-        self._members = {
-            member.param.index: member for unit in home.units for member in unit.members if member.param is not None
-        }
-        self._frozen = [member for unit in home.units for member in unit.members if member.kept is not None]
-
-    def check_unused(self) -> None:
-        """Refuses new weights while units are in use."""
-        self._home.check_unused()
-
-    def belong_to(self, job: Any, held: int | None) -> "UnitWeights":
-        """Switches to a job that was started. The job before was abandoned for a checkpoint, or with a step of version ``held``."""
-        self._home.renew(are_same=held is not None)
-        self._job, self._held = job, held
-        self._fetcher.belong_to(job)
-        return self
-
-    def values(self) -> tuple[list[Place], list[Tensor]]:
-        """Returns nothing: a found job has its weights, and no job is filled from a model in units."""
-        return [], []
-
-    @property
-    def awaited(self) -> set[int]:
-        """Indices of parameters whose newest weights were never fetched. No gradient can come from these."""
-        return self._fetcher.unread
-
-    def expect(self) -> None:
-        """Notes that new weights come for all parameters."""
-        version = self._job.unread_weights()
-        if version is not None:
-            self._home.renew(are_same=version == self._held)
-            self._held = None
-            self._fetcher.expect(version)
-            # This call comes last, so that an interrupted expect() is repeated as a whole.
-            self._job.take_unread_weights()
-
-    read = expect  # units are fetched at their use
-
-    def read_frozen(self) -> set[int]:
-        """Reads the frozen weights that servers keep and this process copies. Returns their places in the job."""
-        self._home.let_go_of(self._frozen)
-        self._fetcher.read_frozen(self._frozen)
-        return {member.kept.index for member in self._frozen if member.kept is not None}
-
-    def meet(self) -> None:
-        """Waits, for ranks that gather units, until all ranks have used the units that they want. Ranks may then wait for each other in
-        another way."""
-        if self._fetcher.rounds is not None:
-            self._fetcher.rounds.meet()
-
-    def finish_copies(self) -> None:
-        """Waits until no device copies weights from a server's memory, before a step's last gradient has left."""
-        if self._fetcher.lending is not None:
-            self._fetcher.lending.finish()
-
-    def release(self) -> None:
-        """Ends all copies from a server's memory, once the job is closed."""
-        if self._fetcher.lending is not None:
-            self._fetcher.lending.release()
-
-    def settle(self) -> None:
-        """Keeps the job's last weights in the host's memory at its end, so that the model stays usable."""
-        members = [*self._members.values(), *self._frozen]
-        try:
-            self._home.give_up_all()
-            # After an exception on this rank, the others may be anywhere.
-            if sys.exception() is None:
-                self._fetcher.gather_all(members)
-            self._fetcher.keep_all(members)
-        finally:
-            self.release()
-            self._fetcher.close()
-
-    def give_up(self) -> None:
-        """Drops the current step's weights before the job is joined again."""
-        self._home.renew(are_same=True)
-
-    def abandon(self) -> None:
-        """Gives a model that outlives its optimizer the newest trained weights, if servers can send them. Frozen weights stay on the
-        servers, where no step changes them."""
-        # Garbage collection may call this anywhere, even under a lock. So this waits for no thread of the package and no rank.
-        with contextlib.suppress(LongshoreError):
-            self._fetcher.keep_all([*self._members.values()])
-        self.release()
-        self._fetcher.retire()
-
-    def forget(self) -> None:
-        """Does nothing: the parameters stay unchanged."""
 
 
 class TiledLinear(nn.Module):

@@ -13,16 +13,16 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, distributed
 
-from longshore.distributed import agree, collectives
+from longshore.distributed import collectives
 from longshore.errors import LongshoreError, UsageError, WaitError
 from longshore.transfer import device as _device
 from longshore.transfer.params import DTYPES
-from longshore.transfer.pinned import Lending, Run
+from longshore.transfer.pinned import Lending, Run, Staging
 from longshore.units.model import Member, Span, Unit
 
 
@@ -166,9 +166,9 @@ class Rounds:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.rank, self.world_size = agree.place()
+        self.rank, self.world_size = collectives.place()
         collectives.begin()
-        timeout = agree.timeout()
+        timeout = collectives.timeout()
         self._speech: Any = distributed.new_group(backend="gloo", timeout=timeout)
         #: Process group for gathers of this device's weights.
         self._group: Any = distributed.new_group(backend="gloo" if device.type == "cpu" else None, timeout=timeout)
@@ -299,14 +299,30 @@ def _digest(what: Iterable[int | str]) -> int:
 _PERIOD = 0.1
 
 
-#: A :class:`longshore.units.fetching.Fetcher`, whose module imports this one.
-Fetcher = Any
+class Source(Protocol):
+    """Source of units' weights: a :class:`longshore.units.fetching.Fetcher`, whose module imports this one.
+
+    Attributes:
+        version, rounds, lending, staging, is_at_hand: as in the fetcher.
+    """
+
+    version: int
+    rounds: Rounds | None
+    lending: Lending | None
+    staging: Staging
+    is_at_hand: bool
+
+    def begin(self, members: list[Member], *, ahead: bool, shared: bool = False) -> "Fetch": ...
+    def stream(self, device: torch.device) -> Any: ...
+    def is_gone(self, member: Member) -> bool: ...
+    def keep(self, member: Member) -> None: ...
+    def kept(self, member: Member) -> Tensor: ...
 
 
 class Fetch:
     """A fetch of some members' weights."""
 
-    def __init__(self, fetcher: Fetcher, members: list[Member]) -> None:
+    def __init__(self, fetcher: Source, members: list[Member]) -> None:
         self.members = members
         #: The background wait for the weights, and the pull that can cancel it.
         self.read: Future[None] | None = None

@@ -1,7 +1,7 @@
 """Resident units: as many as the budget holds, fetched before their use in the learned order.
 
 :class:`Residency` decides on the training thread and on autograd's threads which units are fetched and released. A unit that backward needs
-stays until its node has run. :class:`UnitWeights` of ``build.py`` stands for the weights of a job whose model is in units.
+stays until its node has run.
 """
 
 import contextlib
@@ -21,8 +21,7 @@ from torch.autograd import Variable
 
 from longshore.errors import ShortageError, UsageError, invalid, warn
 from longshore.transfer import tensors
-from longshore.units.fetch import Fetch, UnitStreams
-from longshore.units.fetching import Fetcher
+from longshore.units.fetch import Fetch, Source, UnitStreams
 from longshore.units.model import Member, Order, Unit
 
 
@@ -225,7 +224,7 @@ class Residency:
         epoch: number of times that new weights came for the trained parameters.
     """
 
-    def __init__(self, units: list[Unit], fetcher: Fetcher, room: int | None) -> None:
+    def __init__(self, units: list[Unit], fetcher: Source, room: int | None) -> None:
         self.units = units
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._nbytes = {unit: unit.nbytes for unit in units}

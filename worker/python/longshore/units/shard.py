@@ -1,26 +1,30 @@
-"""``longshore.shard``: trains a model larger than its device, with a part of its weights resident at a time."""
+"""``longshore.shard``: trains a model larger than its device, with a part of its weights resident at a time.
 
+:func:`shard` runs once, on the training thread. From then on :class:`UnitWeights` stands for the weights of the optimizer's job.
+"""
+
+import contextlib
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from longshore.distributed import agree
-from longshore.errors import UsageError, invalid
-from longshore.optim.connection import Connection
-from longshore.optim.optimizer import Optimizer
+from longshore.distributed import collectives
+from longshore.errors import LongshoreError, UsageError, invalid
+from longshore.optimizer.connection import Connection
+from longshore.optimizer.step import Stepping
 from longshore.transfer import device as _device
 from longshore.transfer import params, partitions, tensors
-from longshore.transfer.params import Param
+from longshore.transfer.params import Param, Place
 from longshore.transfer.pinned import Lending
 from longshore.transfer.tensors import UnitParameter, UnitTensor
 from longshore.units import model as _model
-from longshore.units.build import UnitWeights
 from longshore.units.fetch import Rounds
 from longshore.units.fetching import Fetcher
 from longshore.units.hooks import ModuleHooks, Saving
@@ -74,9 +78,105 @@ class Sharded:
         self._home.release()
 
 
+class UnitWeights:
+    """Replaces :class:`longshore.transfer.weights.Weights` for a model in units."""
+
+    def __init__(self, home: Residency, fetcher: Fetcher, job: Any) -> None:
+        self._home, self._fetcher, self._job = home, fetcher, job
+        #: The version that a step was given up with, until the weights that it goes on with are expected.
+        self._held: int | None = None
+        self._members = {
+            member.param.index: member for unit in home.units for member in unit.members if member.param is not None
+        }
+        self._frozen = [member for unit in home.units for member in unit.members if member.kept is not None]
+
+    def check_unused(self) -> None:
+        """Refuses new weights while units are in use."""
+        self._home.check_unused()
+
+    def belong_to(self, job: Any, held: int | None) -> "UnitWeights":
+        """Switches to a job that was started. The job before was abandoned for a checkpoint, or with a step of version ``held``."""
+        self._home.renew(are_same=held is not None)
+        self._job, self._held = job, held
+        self._fetcher.belong_to(job)
+        return self
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        """Returns nothing: a found job has its weights, and no job is filled from a model in units."""
+        return [], []
+
+    @property
+    def awaited(self) -> set[int]:
+        """Indices of parameters whose newest weights were never fetched. No gradient can come from these."""
+        return self._fetcher.unread
+
+    def expect(self) -> None:
+        """Notes that new weights come for all parameters."""
+        version = self._job.unread_weights()
+        if version is not None:
+            self._home.renew(are_same=version == self._held)
+            self._held = None
+            self._fetcher.expect(version)
+            # This call comes last, so that an interrupted expect() is repeated as a whole.
+            self._job.take_unread_weights()
+
+    read = expect  # units are fetched at their use
+
+    def read_frozen(self) -> set[int]:
+        """Reads the frozen weights that servers keep and this process copies. Returns their places in the job."""
+        self._home.let_go_of(self._frozen)
+        self._fetcher.read_frozen(self._frozen)
+        return {member.kept.index for member in self._frozen if member.kept is not None}
+
+    def meet(self) -> None:
+        """Waits, for ranks that gather units, until all ranks have used the units that they want. Ranks may then wait for each other in
+        another way."""
+        if self._fetcher.rounds is not None:
+            self._fetcher.rounds.meet()
+
+    def finish_copies(self) -> None:
+        """Waits until no device copies weights from a server's memory, before a step's last gradient has left."""
+        if self._fetcher.lending is not None:
+            self._fetcher.lending.finish()
+
+    def release(self) -> None:
+        """Ends all copies from a server's memory, once the job is closed."""
+        if self._fetcher.lending is not None:
+            self._fetcher.lending.release()
+
+    def settle(self) -> None:
+        """Keeps the job's last weights in the host's memory at its end, so that the model stays usable."""
+        members = [*self._members.values(), *self._frozen]
+        try:
+            self._home.give_up_all()
+            # After an exception on this rank, the others may be anywhere.
+            if sys.exception() is None:
+                self._fetcher.gather_all(members)
+            self._fetcher.keep_all(members)
+        finally:
+            self.release()
+            self._fetcher.close()
+
+    def give_up(self) -> None:
+        """Drops the current step's weights before the job is joined again."""
+        self._home.renew(are_same=True)
+
+    def abandon(self) -> None:
+        """Gives a model that outlives its optimizer the newest trained weights, if servers can send them. Frozen weights stay on the
+        servers, where no step changes them."""
+        # Garbage collection may call this anywhere, even under a lock. So this waits for no thread of the package and no rank.
+        with contextlib.suppress(LongshoreError):
+            self._fetcher.keep_all([*self._members.values()])
+        self.release()
+        self._fetcher.retire()
+
+    def forget(self) -> None:
+        """Does nothing: the parameters stay unchanged."""
+
+
 def shard(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Stepping,
     budget: int | str | None = None,
     units: Sequence[Named] | Named | None = None,
     device: torch.device | str | None = None,
@@ -110,9 +210,7 @@ def shard(
     optimizer.watch(model)
     is_gathered = _is_gathered(weights, optimizer)
     was_open = optimizer._connection is not None
-    optimizer.open()
-    connection = optimizer._connection
-    assert connection is not None
+    connection = optimizer._opened()
     connection.weights.settle()
     _check_written(connection, is_gathered, was_open)
     members = _model.members(model, connection.params, connection.frozen())
@@ -157,7 +255,7 @@ def shard(
 
 
 def _check(model: nn.Module, optimizer: Any) -> None:
-    if not isinstance(optimizer, Optimizer):
+    if not isinstance(optimizer, Stepping):
         raise invalid("optimizer", type(optimizer).__name__, "one of this package", "use longshore.AdamW or another", UsageError)
     for name, tensor in model.named_parameters():
         if isinstance(tensor, UnitParameter) and not tensors.is_built(tensor):
@@ -202,9 +300,9 @@ def _is_on_device(members: list[Member], device: torch.device | str | None) -> b
     return any(_device.accelerator.has(member.tensor) for member in members)
 
 
-def _is_gathered(weights: str | None, optimizer: Optimizer) -> bool:
+def _is_gathered(weights: str | None, optimizer: Stepping) -> bool:
     """Returns whether ranks gather units from each other."""
-    rank, world_size = optimizer.rank
+    _, world_size = optimizer._options.place()
     if weights not in (None, "whole", "gathered"):
         raise invalid("weights", repr(weights), "'whole' or 'gathered'", "choose one of them")
     if world_size == 1:
@@ -212,7 +310,7 @@ def _is_gathered(weights: str | None, optimizer: Optimizer) -> bool:
     if weights is None:
         # Ranks that reduce wait for each other anyway. Without a partition the servers sum, and ranks need no process group.
         return optimizer._options.partition is not None
-    if weights == "gathered" and not agree.can_meet(world_size):
+    if weights == "gathered" and not collectives.can_meet(world_size):
         remedy = "call torch.distributed.init_process_group() before shard(), or pass weights='whole'"
         raise invalid("weights", "'gathered'", f"'whole' without a process group of all {world_size} ranks", remedy, UsageError)
     return weights == "gathered"
@@ -229,7 +327,7 @@ def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> 
     if not is_gathered:
         described()
         return units
-    everyones = agree.together(described)
+    everyones = collectives.together(described)
     for rank, theirs in enumerate(everyones):
         for (name, ours), (other, its) in itertools.zip_longest(everyones[0], theirs, fillvalue=("no unit", None)):
             if (name, ours) != (other, its):
@@ -239,7 +337,7 @@ def _cut(is_gathered: bool, act: Callable[[], list[Unit]], room: int | None) -> 
 
 
 def _fetcher(
-    optimizer: Optimizer, connection: Connection, members: list[Member], rounds: Rounds | None, is_on_device: bool
+    optimizer: Stepping, connection: Connection, members: list[Member], rounds: Rounds | None, is_on_device: bool
 ) -> Fetcher:
     is_gone = functools.partial(_is_overwritten, weakref.ref(optimizer)) if optimizer._options.delay else lambda _: False
     # Ranks that reduce or gather end a step's gradients through their own collectives.
@@ -256,7 +354,7 @@ def _check_written(connection: Connection, is_gathered: bool, was_open: bool) ->
             connection.check_written()
 
     if is_gathered:
-        agree.together(check)
+        collectives.together(check)
     else:
         check()
 
@@ -266,7 +364,7 @@ def _take_written(fetcher: Fetcher, was_open: bool) -> None:
     servers do not have. Weights written later are kept likewise."""
     if fetcher.rounds is not None:
         # Each rank sees only its own part, and no rank may pull a weight that another rank has written.
-        names = agree.together(lambda: fetcher.written() if was_open else [])
+        names = collectives.together(lambda: fetcher.written() if was_open else [])
         fetcher.take_all_of(itertools.chain(*names))
 
 
@@ -281,7 +379,7 @@ def _spans(connection: Connection) -> Spans:
     return of_pieces
 
 
-def _is_overwritten(optimizer: "weakref.ref[Optimizer]", member: Member) -> bool:
+def _is_overwritten(optimizer: "weakref.ref[Stepping]", member: Member) -> bool:
     """Returns whether servers may have overwritten a member's weights. A delayed job's servers do so once a step has all gradients of a
     shard."""
     if member.param is None:

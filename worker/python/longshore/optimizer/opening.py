@@ -1,8 +1,7 @@
-"""The base class of this package's optimizers: a ``torch.optim.Optimizer`` whose steps servers make.
+"""An optimizer's param groups and its job: opened, closed, checkpointed, moved, and handed over to a newer optimizer.
 
-:class:`Optimizer` joins the parts of this folder: steps, streaming, state, guards. Streaming's hooks take gradients on autograd's threads,
-and all other calls come from the training thread. A newer optimizer over the same parameters replaces an older one, for example when a
-notebook's cell runs again.
+All calls come from the training thread, but one: the first gradient of streaming mode opens the job on autograd's thread. A newer optimizer
+over the same parameters replaces an older one, for example when a notebook's cell runs again.
 """
 
 import contextlib
@@ -10,29 +9,27 @@ import dataclasses
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from longshore.distributed import collectives
+from longshore.distributed.dtensor import Sharded
+from longshore.distributed.ranks import Ranks, Reduced, Scattered, has_ddp
 from longshore.errors import LongshoreError, RefusedError, UsageError, invalid, warn
-from longshore.optim import guards
-from longshore.optim.connection import Connection, State, Step
-from longshore.optim.guards import Absent, Groups, Watch
-from longshore.optim.state_dict import Stateful
-from longshore.optim.step import Stepping, Stream
+from longshore.optimizer import guards
+from longshore.optimizer.connection import Connected, Connection, State
+from longshore.optimizer.guards import Groups
 from longshore.transfer import device
-from longshore.transfer import job as _job
+from longshore.transfer import filling as _filling
 from longshore.transfer import params as _params
-from longshore.transfer.filling import Filling
-from longshore.transfer.gradients import Gradients
 from longshore.transfer.job import Hyper
 from longshore.transfer.options import Options, listed
 from longshore.transfer.params import Param
 from longshore.transfer.tensors import UnitParameter, is_built
-from longshore.units.build import UnitWeights, Unplaced, filling
-
+from longshore.transfer.weights import Unplaced
 
 #: Names that mean nothing in a param group.
 OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
@@ -41,56 +38,53 @@ OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 _LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier")
 
 
-class Optimizer(Stepping, Stateful):
-    """An optimizer whose master weights and state live on optimizer servers.
+def _ranks(options: Options, params: list[Param]) -> Ranks | None:
+    """Returns the ranks with which this one reduces or gathers; None if each rank sends its gradients for the servers to sum.
 
-    Hooks, param groups, schedulers, closures, accumulation in ``.grad`` and ``GradScaler`` work as in torch. The first step opens the job
-    on its servers, so param groups may be added until then. A job that ``servers=`` have already is opened at once, and the parameters get
-    its weights.
+    Raises:
+        UsageError: without a process group.
+        InvalidError: if the process group differs from the options' world, or if a parameter cannot be trained so.
     """
+    sharded = any(_params.is_sharded(param.tensor) for param in params)
+    if not sharded and (options.place()[1] == 1 or options.partition is None):
+        return None
+    rank, world_size = collectives.place()
+    collectives.begin()
+    with collectives.telling():
+        if options.place() != (rank, world_size):
+            given = "rank {} of {}".format(*options.place())
+            limit = f"rank {rank} of {world_size}, as torch.distributed has it"
+            raise invalid("rank and world_size", given, limit, "leave both out, and RANK and WORLD_SIZE to torchrun")
+        if sharded:
+            if options.partition is not None:
+                limit = "None with parameters that are DTensors"
+                raise invalid("partition", repr(options.partition), limit, "leave it out: they are partitions already")
+            return Sharded(params)
+        if options.partition == "all-reduced":
+            return Reduced(params)
+        if has_ddp(param.tensor for param in params):
+            raise invalid(
+                "partition",
+                "'reduce-scatter' with DistributedDataParallel",
+                "'all-reduced' with it",
+                "it has reduced the gradients already: pass partition='all-reduced', or leave the model unwrapped",
+            )
+        return Scattered(params, torch.float32 if options.reduce_dtype == "fp32" else None)
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
-        self._options = Options.of(options, defaults)
-        self._check_hyper(defaults)  # torch names a wrong value before wrong params
-        self._job_name = self._options.job or _job.new_job_name("torch")
-        self._process = os.getpid()
-        self._connection: Connection | None = None
-        #: State that fills a new job instead of the parameters' weights.
-        self._filling: Filling | None = None
-        self._table: tuple[list[Param], list[Param]] | None = None
-        self._groups: Groups | None = None
-        #: The groups' hyperparameters as they were given.
-        self._first_hypers: list[Hyper] = []
-        #: The values of ``_lasting`` in each group of the last step, made here or loaded; empty before the first.
-        self._kept: list[list[float]] = []
-        self._stream: Stream | None = None
-        #: Source of weights once the model is in units.
-        self._units: UnitWeights | None = None
-        self._gradients = Gradients()
-        self._watch: Watch | None = None
-        self._absent = Absent()
-        self._applied = device.host_number(0)
-        self.last_report = None
-        self._loss = None
-        self.resume_data = None
-        self._is_version_known = False
-        #: The handle of the latest state that was taken, until a state is loaded.
-        self._taken: dict[str, Any] | None = None
-        self._checkpointed: tuple[int, str] | None = None
-        #: True to warn once that checkpoints end with this process.
-        self._warns_of_checkpoints = True
-        self._is_refused = False
-        self._now = Step()
-        #: True if another optimizer has taken over the parameters.
-        self._is_replaced = False
-        super().__init__(params, defaults)
-        self._claim_at_once()
-        if self._options.servers is not None:
-            self._warn_of_no_name()
-            self._join_if_there()
-        if self._options.streaming:
-            self._stream = Stream(self)
-        self._guard_clipping()
+
+class Opening(Connected):
+    """The part of an optimizer that opens its job, closes it, and hands parameters over to another optimizer."""
+
+    #: The process that built the optimizer.
+    _process: int
+    #: The guard of the job's param groups, once it was opened.
+    _groups: Groups | None
+    #: The groups' hyperparameters as they were given.
+    _first_hypers: list[Hyper]
+    #: True to warn once that checkpoints end with this process.
+    _warns_of_checkpoints: bool = True
+    #: True if another optimizer has taken over the parameters.
+    _is_replaced: bool
 
     # Groups
 
@@ -163,6 +157,55 @@ class Optimizer(Stepping, Stateful):
         return self._job_name
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """This worker's rank and the job's world size."""
+        return self._options.place()
+
+    @property
+    def is_first_rank(self) -> bool:
+        """True if this worker is rank 0, which decides steps and asks for checkpoints."""
+        return self.rank[0] == 0
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm that servers clip to. Writable until the job is opened."""
+        return self._options.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float | None) -> None:
+        if norm == self._options.max_grad_norm:
+            return
+        if self._connection is not None:
+            raise invalid(
+                "max_grad_norm",
+                norm,
+                f"{self._options.max_grad_norm}, as when the job was opened",
+                "set it before the first step; or close() this optimizer and build another one with it, which goes on with the "
+                "same job= of the same servers",
+                UsageError,
+            )
+        options = dataclasses.replace(self._options, max_grad_norm=norm)
+        options._check()
+        self._options = options
+        self._guard_clipping()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if streaming mode has sent gradients of a step that is not decided yet."""
+        return self._now.has_begun
+
+    @property
+    def is_named_by_place(self) -> bool:
+        """True if the job calls parameters by their places, since no names were given. The job must be open."""
+        assert self._connection is not None
+        return any(_params.is_place(param.name) for param in self._connection.params)
+
+    @property
+    def accumulates(self) -> tuple[bool, int]:
+        """A pair: True if gradients leave during backward, and the number of backward passes that a step has then."""
+        return self._options.streaming, self._options.accumulate
+
+    @property
     def is_in_units(self) -> bool:
         """True if the model was given to :func:`longshore.shard`."""
         return self._units is not None
@@ -202,10 +245,11 @@ class Optimizer(Stepping, Stateful):
         if self._units is None and any(isinstance(tensor, UnitParameter) and not is_built(tensor) for tensor in tensors):
             raise UsageError("the model is in units: build its optimizer before shard(), and the model again for another optimizer")
         params, frozen = self._table_of_job()
-        connection = Connection(self._options, self._job_name, self.rule, params, self._first_hypers, self._now, frozen)
+        ranks = _ranks(self._options, params)
+        connection = Connection(self._options, self._job_name, self.rule, params, self._first_hypers, self._now, frozen, ranks)
         if any(map(is_built, tensors)):
             connection.weights = Unplaced()
-            self._filling = self._filling or filling(params)
+            self._filling = self._filling or _filling.of_init(params)
         return connection
 
     def _warn_of_no_name(self) -> None:
@@ -312,91 +356,6 @@ class Optimizer(Stepping, Stateful):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # Steps
-
-    def _patch_step_function(self) -> None:
-        """Wraps ``step`` for hooks as torch does, and keeps torch.compile out of it: a step that waits for servers has no graph."""
-        is_wrapped = hasattr(type(self).step, "hooked")
-        super()._patch_step_function()
-        if not is_wrapped:
-            type(self).step = torch._disable_dynamo(type(self).step)  # type: ignore[method-assign,assignment]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes one step. Without streaming, returns when the parameters hold the next step's weights.
-
-        In streaming mode the gradients have left already, and the first use of a parameter waits for its weights. Otherwise gradients in
-        ``.grad`` leave now and stay unchanged. Without any gradient nothing happens, as in torch. With several ranks another rank may have
-        gradients, and the step is made unless ``missing_gradients="error"``.
-
-        Args:
-            closure: computes the loss again, with gradients, and returns it.
-
-        Returns:
-            The closure's result.
-
-        Raises:
-            MissingGradientError: if some parameters have a gradient and others do not, with ``missing_gradients="error"``.
-            GradientError: for a gradient of another type, shape or layout.
-            LongshoreError: any other of :mod:`longshore.errors`.
-        """
-        self._check_not_replaced()
-        self._check_unused()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self._check_group(group)
-        kept = self._lasting_values()
-        self._check_kept(kept)
-        if not self.has_begun:
-            self.check_model()
-        if self._stream is not None:
-            with self._now.lock:
-                made = self._stream.finish()
-        else:
-            made = self._push()
-        if made:
-            self._kept = kept
-            self._commit()
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the current step, as torch's does. In streaming mode some may have left already, for example before an
-        interrupt. Servers then drop these too, unless other ranks wait for that step."""
-        super().zero_grad(set_to_none)
-        if self._now.state is State.GIVEN_UP or (self._now.has_begun and self._can_start_over()):
-            self._start_over()
-
-    def flush(self) -> int:
-        """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a save with
-        ``delay=1``, and after an interrupted step. The next step computes with these weights. A step that was interrupted after gradients
-        had left is abandoned, and so is one of streaming mode that a :class:`MissingGradientError` refused. Another batch can make it.
-
-        Returns:
-            The version of the weights.
-        """
-        if self._now.state is State.GIVEN_UP:
-            self._start_over()
-        connection = self._connection
-        if connection is None:
-            self._now.end()  # an interrupted opening is repeated
-            return 0
-        self._opened()
-        connection.drain()
-        connection.read()
-        self._report(connection)
-        step = self._now
-        if step.state is State.PUSHED and step.made != connection.made:
-            step.end()
-        elif (step.state is State.PUSHED or step.state is State.COLLECTING and step.running) and self._can_start_over():
-            super().zero_grad()  # gradients that were made and have not left
-            self._start_over()
-        elif step.state is State.PUSHED:
-            step.state = State.BROKEN
-        return self._version
 
     def _settle(self) -> Connection:
         """Waits until every step is decided, so that servers have the newest state. Any rank may call it alone: if ranks read weights
@@ -514,9 +473,3 @@ def _closed(connection: Connection, embedded: bool, tensors: list[int]) -> None:
         # In a fork the job is the parent's. A failed server has forgotten the job anyway.
         with contextlib.suppress(LongshoreError):
             connection.close(True)
-
-
-def unwrapped(optimizer: Any) -> Optimizer | None:
-    """Returns the optimizer of this package, unwrapped from Accelerate's or Lightning's wrapper; None for another one."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return inner if isinstance(inner, Optimizer) else None

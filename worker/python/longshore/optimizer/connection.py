@@ -24,31 +24,27 @@ An exception of a signal's handler may come after any call of Python. So a state
 import enum
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from longshore import _longshore
-from longshore.distributed import agree, collectives, ranks
-from longshore.distributed.dtensor import Sharded
+from longshore.distributed import collectives
 from longshore.distributed.ranks import Ranks
-from longshore.distributed.reduced import Reduced, Scattered
 from longshore.errors import StateError, UsageError, invalid
-from longshore.optim.guards import Writes
+from longshore.optimizer.guards import Writes
 from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import weights as _weights
 from longshore.transfer.filling import Filling, FrozenParams
+from longshore.transfer.gradients import Gradients
 from longshore.transfer.job import Hyper, Record, settings
 from longshore.transfer.options import Options
-from longshore.transfer.params import Columns, Param, dtype_of, fingerprint, is_sharded
+from longshore.transfer.params import Columns, Param, dtype_of, fingerprint
 from longshore.transfer.partitions import in_one_piece
 from longshore.transfer.pinned import Lending, LockedMemory
-from longshore.transfer.weights import Weights, is_compiling
-
-if TYPE_CHECKING:
-    from longshore.units.build import UnitWeights, Unplaced
+from longshore.transfer.weights import JobWeights, UnitedWeights, Weights, is_compiling
 
 
 class State(enum.Enum):
@@ -156,56 +152,30 @@ class Step:
         self.version, self.state = version, State.GIVEN_UP
 
 
-def _ranks(options: Options, params: list[Param]) -> Ranks | None:
-    """Returns the ranks with which this one reduces or gathers; None if each rank sends its gradients for the servers to sum.
-
-    Raises:
-        UsageError: without a process group.
-        InvalidError: if the process group differs from the options' world, or if a parameter cannot be trained so.
-    """
-    sharded = any(is_sharded(param.tensor) for param in params)
-    if not sharded and (options.place()[1] == 1 or options.partition is None):
-        return None
-    rank, world_size = agree.place()
-    collectives.begin()
-    with collectives.telling():
-        if options.place() != (rank, world_size):
-            given = "rank {} of {}".format(*options.place())
-            limit = f"rank {rank} of {world_size}, as torch.distributed has it"
-            raise invalid("rank and world_size", given, limit, "leave both out, and RANK and WORLD_SIZE to torchrun")
-        if sharded:
-            if options.partition is not None:
-                limit = "None with parameters that are DTensors"
-                raise invalid("partition", repr(options.partition), limit, "leave it out: they are partitions already")
-            return Sharded(params)
-        if options.partition == "all-reduced":
-            return Reduced(params)
-        if ranks.has_ddp(param.tensor for param in params):
-            raise invalid(
-                "partition",
-                "'reduce-scatter' with DistributedDataParallel",
-                "'all-reduced' with it",
-                "it has reduced the gradients already: pass partition='all-reduced', or leave the model unwrapped",
-            )
-        return Scattered(params, torch.float32 if options.reduce_dtype == "fp32" else None)
-
-
 class Connection:
     """An open job: its parameters, their memory, and the Rust half's job."""
 
     def __init__(
-        self, options: Options, job: str, rule: str, params: list[Param], hypers: list[Hyper], step: Step, frozen: list[Param] | None = None
+        self,
+        options: Options,
+        job: str,
+        rule: str,
+        params: list[Param],
+        hypers: list[Hyper],
+        step: Step,
+        frozen: list[Param],
+        ranks: Ranks | None,
     ) -> None:
         #: The reducing ranks; None if each rank sends all of its gradients.
-        self.ranks = _ranks(options, params)
+        self.ranks = ranks
         of_job: list[Any] = params if self.ranks is None else list(self.ranks.layout.pieces())
         partitions = self.ranks.layout.partitions if self.ranks else ()
         #: Frozen parameters that servers keep.
-        self._kept = self.ranks.keep(frozen or []) if self.ranks else FrozenParams(frozen or [], len(params), options.place()[0] == 0)
+        self._kept = self.ranks.keep(frozen) if self.ranks else FrozenParams(frozen, len(params), options.place()[0] == 0)
         settings_ = settings(options, job, rule, of_job, hypers, partitions, self._kept.described())
         self.params, self.columns = params, Columns(params)
         #: The trained parameters, and the frozen ones that servers keep.
-        self.table = params, frozen or []
+        self.table = params, frozen
         self.name = job
         self.gradient_dtype = settings_.gradient_dtype
         #: Type that servers round weights to before workers read them.
@@ -219,7 +189,7 @@ class Connection:
         # Ranks that share weights place them by themselves.
         is_lent = self.ranks is None and any(device.accelerator.has(param.tensor) for param in params)
         lending = Lending(self.job, self.image_dtype) if is_lent else None
-        self.weights: Weights | UnitWeights | Unplaced = Weights(params, self.job, lending, is_delayed=options.delay > 0)
+        self.weights: JobWeights = Weights(params, self.job, lending, is_delayed=options.delay > 0)
         #: Page-locked memory that a device may copy gradients to. Sums on the worker have memory of their own.
         self.locked = None if settings_.sums_on_worker else LockedMemory(self.job, dtype_of(settings_.gradient_dtype))
         if self.ranks is not None:
@@ -238,7 +208,7 @@ class Connection:
         self._writes = Writes(self.columns)
         self._looks_for_writes = options.written_weights == "error"
 
-    def put_in_units(self, weights: "UnitWeights") -> None:
+    def put_in_units(self, weights: JobWeights) -> None:
         """Switches to weights that are fetched unit by unit."""
         self.weights.release()
         self.weights = weights
@@ -286,7 +256,7 @@ class Connection:
         if self.ranks is not None:
             version, applied = self.ranks.start(self.job, self.name, filling, found, self._kept, in_units=in_units)
         else:
-            version, applied = agree.rank_0_first(
+            version, applied = collectives.rank_0_first(
                 self.name, *self._place, lambda: self._start(filling, found, in_units), is_shared=False
             )
         wanted = filling.applied if filling else None
@@ -351,7 +321,7 @@ class Connection:
         if self.ranks is None:
             refuse()
         else:
-            agree.together(refuse)
+            collectives.together(refuse)
 
     def _note(self) -> None:
         """Notes that the parameters have the job's weights. Awaited parameters are noted when they are read."""
@@ -454,7 +424,7 @@ class Connection:
 
 
 class Connected(torch.optim.Optimizer):
-    """State that the parts of an optimizer share; :class:`longshore.optim.optimizer.Optimizer` joins the parts."""
+    """State that the parts of an optimizer share; :class:`longshore.optim.Optimizer` joins the parts."""
 
     #: The servers' name of the update rule.
     rule: ClassVar[str]
@@ -465,15 +435,45 @@ class Connected(torch.optim.Optimizer):
     _connection: Connection | None
     _finalizer: Any
     _now: Step
+    #: True if servers refused the job, so that a loaded state may restore it.
+    _is_refused: bool
     _is_version_known: bool
+    #: The handle of the latest state that was taken, until a state is loaded.
     _taken: dict[str, Any] | None
+    #: A version and the name of its checkpoint on the servers.
+    _checkpointed: tuple[int, str] | None
     #: Number of updates that made the weights.
     _applied: Tensor
+    #: The values of ``_lasting`` in each group of the last step, made here or loaded; empty before the first.
+    _kept: list[list[float]]
+    #: State that fills a new job instead of the parameters' weights.
+    _filling: Filling | None
+    #: The job's trained and frozen parameters, since it was opened.
+    _table: tuple[list[Param], list[Param]] | None
+    #: Parameters in the param groups that do not train.
+    _frozen: list[tuple[str, Tensor]]
+    _gradients: Gradients
+    #: In streaming mode a :class:`longshore.optimizer.step.Stream`, whose module imports this one.
+    _stream: Any
+    #: Weights of the job once the model is in units.
+    _units: UnitedWeights | None
 
     # Methods of the parts.
     version: Any
     _version: int
+    flush: Callable[[], int]
+    check_model: Callable[[], None]
     _new_connection: Callable[[], Connection]
     _opened: Callable[..., Connection]
+    _opened_by_gradients: Callable[[], Connection]
     _start: Callable[..., Connection]
     _stream_anew: Callable[[], None]
+    _report: Callable[[Connection], None]
+    _check_unused: Callable[[], None]
+    _guard_clipping: Callable[[], None]
+    _groups_of_job: Callable[[], list[dict[str, Any]]]
+    _lasting_values: Callable[[], list[list[float]]]
+    _table_of_job: Callable[[], tuple[list[Param], list[Param]]]
+    _tensors: Callable[[], list[Tensor]]
+    _hyper: Callable[[dict[str, Any]], Hyper]
+    _check_hyper: Callable[[dict[str, Any]], None]

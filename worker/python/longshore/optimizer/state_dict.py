@@ -4,9 +4,8 @@ A handle has plain containers and one tensor. An optimizer returns to the versio
 """
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from longshore import _longshore
-from longshore.distributed import agree
-from longshore.errors import LongshoreError, RefusedError, StateError, UsageError, invalid, warn
-from longshore.optim.connection import Connected, Connection, State
+from longshore.distributed import collectives, dtensor
+from longshore.errors import LongshoreError, RefusedError, StateError, invalid, warn
+from longshore.optimizer.connection import Connected, Connection, State
 from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import params as _params
@@ -185,8 +184,8 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
         connection.job.go_back(name)
         return
     # Each rank closes its old job before rank 0 has the servers abandon theirs.
-    agree.together(lambda: None)
-    agree.together(lambda: connection.job.go_back(name) if rank == 0 else None)
+    collectives.together(lambda: None)
+    collectives.together(lambda: connection.job.go_back(name) if rank == 0 else None)
 
 
 def _check_meeting(connection: Connection, version: int) -> None:
@@ -206,13 +205,6 @@ def _check_meeting(connection: Connection, version: int) -> None:
 class Stateful(Connected):
     """``state_dict`` and ``load_state_dict`` of an optimizer whose state lives on servers, and the return to a checkpoint."""
 
-    _is_refused: bool
-    #: State that fills a new job instead of the parameters' weights.
-    _filling: Filling | None
-    #: The job's trained and frozen parameters, since it was opened.
-    _table: tuple[list[Param], list[Param]] | None
-    #: A version and the name of its checkpoint on the servers.
-    _checkpointed: tuple[int, str] | None
     #: Number of returns to a checkpoint, and the version of the last one.
     _returns: tuple[int, int] = (0, 0)
     #: Default of ``state_dict(full=)``. A framework's adapter sets it where the servers end with this process.
@@ -220,64 +212,7 @@ class Stateful(Connected):
     #: True to warn once that a handle ends with this process. An adapter that saves the full state sets False.
     warns_of_handles: bool = True
 
-    _kept: list[list[float]]
-
-    flush: Callable[[], int]
-    _lasting_values: Callable[[], list[list[float]]]
-    _check_unused: Callable[[], None]
-    _guard_clipping: Callable[[], None]
-    _check_hyper: Callable[[dict[str, Any]], None]
-
     # The job and its checkpoints
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """This worker's rank and the job's world size."""
-        return self._options.place()
-
-    @property
-    def is_first_rank(self) -> bool:
-        """True if this worker is rank 0, which decides steps and asks for checkpoints."""
-        return self.rank[0] == 0
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """The norm that servers clip to. Writable until the job is opened."""
-        return self._options.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, norm: float | None) -> None:
-        if norm == self._options.max_grad_norm:
-            return
-        if self._connection is not None:
-            raise invalid(
-                "max_grad_norm",
-                norm,
-                f"{self._options.max_grad_norm}, as when the job was opened",
-                "set it before the first step; or close() this optimizer and build another one with it, which goes on with the "
-                "same job= of the same servers",
-                UsageError,
-            )
-        options = dataclasses.replace(self._options, max_grad_norm=norm)
-        options._check()
-        self._options = options
-        self._guard_clipping()
-
-    @property
-    def has_begun(self) -> bool:
-        """True if streaming mode has sent gradients of a step that is not decided yet."""
-        return self._now.has_begun
-
-    @property
-    def is_named_by_place(self) -> bool:
-        """True if the job calls parameters by their places, since no names were given. The job must be open."""
-        assert self._connection is not None
-        return any(_params.is_place(param.name) for param in self._connection.params)
-
-    @property
-    def accumulates(self) -> tuple[bool, int]:
-        """A pair: True if gradients leave during backward, and the number of backward passes that a step has then."""
-        return self._options.streaming, self._options.accumulate
 
     @property
     def passing_checkpoints(self) -> Path | None:
@@ -565,8 +500,6 @@ class Stateful(Connected):
                 if not gives_weights and not _params.is_rounding(on_host(param.tensor), on_host(weights)):
                     continue
                 if _params.is_sharded(param.tensor):
-                    from longshore.distributed import dtensor  # needs torch.distributed
-
                     dtensor.fill(param, weights)
                 else:
                     param.tensor.copy_(weights)

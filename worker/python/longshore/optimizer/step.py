@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from longshore.distributed import ranks
 from longshore.distributed.ranks import Ranks
 from longshore.errors import GradientError, LongshoreError, UsageError, invalid, warn
-from longshore.optim import guards
-from longshore.optim.connection import Connected, Connection, State
+from longshore.optimizer import guards
+from longshore.optimizer.connection import Connected, Connection, State
 from longshore.transfer import device
 from longshore.transfer import params as _params
-from longshore.transfer.gradients import ENOUGH, ENOUGH_ON_DEVICE, Gradients, Group, Pusher
-from longshore.transfer.job import Hyper, StepReport
+from longshore.transfer.gradients import ENOUGH, ENOUGH_ON_DEVICE, Group, Pusher
+from longshore.transfer.job import StepReport
 from longshore.transfer.params import Columns, Param, check_gradient
 from longshore.transfer.weights import Weights
 
@@ -370,13 +370,10 @@ def _check(connection: Connection, param: Param, gradient: Tensor) -> None:
 class Stepping(Connected):
     """The part of an optimizer that makes steps."""
 
-    _gradients: Gradients
     _stream: Stream | None
     #: The guard of the model's parameters; None where no adapter has named the model.
     _watch: guards.Watch | None
     _absent: guards.Absent
-    #: Parameters in the param groups that do not train.
-    _frozen: list[tuple[str, Tensor]]
     _loss: float | None
     #: Set by a framework's adapter that knows no ``GradScaler`` exists, although the framework asks torch as if there were one.
     has_no_scaler: bool = False
@@ -384,11 +381,6 @@ class Stepping(Connected):
     last_report: StepReport | None
     #: Called at each commit. Returns at most 1 MiB of rank 0's data to keep with it, for :attr:`resumed`.
     resume_data: Callable[[], bytes] | None
-    # Methods of the other parts.
-    _hyper: Callable[[dict[str, Any]], Hyper]
-    _groups_of_job: Callable[[], list[dict[str, Any]]]
-    _opened_by_gradients: Callable[[], Connection]
-    _check_unused: Callable[[], None]
 
     # Loss scales
 

@@ -1,19 +1,153 @@
-"""Optimizers: torch's own, with their arguments, and Lion. Each also takes the options of :class:`longshore.transfer.options.Options` by
-keyword.
+"""The public optimizers: torch's own, with their arguments, and Lion. Their state lives on optimizer servers.
+
+Each also takes the options of :class:`longshore.transfer.options.Options` by keyword. :class:`Optimizer` joins the parts of
+:mod:`longshore.optimizer`: the job, steps with streaming, and state.
 """
 
 import functools
+import os
+from collections.abc import Callable
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from longshore.errors import invalid
-from longshore.optim.optimizer import Optimizer
+from longshore.optimizer.connection import State, Step
+from longshore.optimizer.guards import Absent
+from longshore.optimizer.opening import Opening
+from longshore.optimizer.state_dict import Stateful
+from longshore.optimizer.step import Stepping, Stream
 from longshore.transfer import device
+from longshore.transfer import job as _job
+from longshore.transfer.gradients import Gradients
 from longshore.transfer.job import Hyper, StepReport
-from longshore.transfer.options import JobOptions
+from longshore.transfer.options import JobOptions, Options
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "NAdam", "Optimizer", "StepReport"]
+
+
+class Optimizer(Opening, Stepping, Stateful):
+    """An optimizer whose master weights and state live on optimizer servers.
+
+    Hooks, param groups, schedulers, closures, accumulation in ``.grad`` and ``GradScaler`` work as in torch. The first step opens the job
+    on its servers, so param groups may be added until then. A job that ``servers=`` have already is opened at once, and the parameters get
+    its weights.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
+        self._options = Options.of(options, defaults)
+        self._check_hyper(defaults)  # torch names a wrong value before wrong params
+        self._job_name = self._options.job or _job.new_job_name("torch")
+        self._process = os.getpid()
+        self._connection = self._filling = self._table = self._groups = self._units = self._watch = None
+        self._first_hypers = []
+        self._kept = []
+        self._stream = None
+        self._gradients = Gradients()
+        self._absent = Absent()
+        self._applied = device.host_number(0)
+        self.last_report = self._loss = self.resume_data = None
+        self._is_version_known = self._is_refused = self._is_replaced = False
+        self._taken = self._checkpointed = None
+        self._now = Step()
+        super().__init__(params, defaults)
+        self._claim_at_once()
+        if self._options.servers is not None:
+            self._warn_of_no_name()
+            self._join_if_there()
+        if self._options.streaming:
+            self._stream = Stream(self)
+        self._guard_clipping()
+
+    def _patch_step_function(self) -> None:
+        """Wraps ``step`` for hooks as torch does, and keeps torch.compile out of it: a step that waits for servers has no graph."""
+        is_wrapped = hasattr(type(self).step, "hooked")
+        super()._patch_step_function()
+        if not is_wrapped:
+            type(self).step = torch._disable_dynamo(type(self).step)  # type: ignore[method-assign,assignment]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes one step. Without streaming, returns when the parameters hold the next step's weights.
+
+        In streaming mode the gradients have left already, and the first use of a parameter waits for its weights. Otherwise gradients in
+        ``.grad`` leave now and stay unchanged. Without any gradient nothing happens, as in torch. With several ranks another rank may have
+        gradients, and the step is made unless ``missing_gradients="error"``.
+
+        Args:
+            closure: computes the loss again, with gradients, and returns it.
+
+        Returns:
+            The closure's result.
+
+        Raises:
+            MissingGradientError: if some parameters have a gradient and others do not, with ``missing_gradients="error"``.
+            GradientError: for a gradient of another type, shape or layout.
+            LongshoreError: any other of :mod:`longshore.errors`.
+        """
+        self._check_not_replaced()
+        self._check_unused()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._check_group(group)
+        kept = self._lasting_values()
+        self._check_kept(kept)
+        if not self.has_begun:
+            self.check_model()
+        if self._stream is not None:
+            with self._now.lock:
+                made = self._stream.finish()
+        else:
+            made = self._push()
+        if made:
+            self._kept = kept
+            self._commit()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of the current step, as torch's does. In streaming mode some may have left already, for example before an
+        interrupt. Servers then drop these too, unless other ranks wait for that step."""
+        super().zero_grad(set_to_none)
+        if self._now.state is State.GIVEN_UP or (self._now.has_begun and self._can_start_over()):
+            self._start_over()
+
+    def flush(self) -> int:
+        """Waits until every step is decided and the parameters hold the newest weights. Call it before an evaluation or a save with
+        ``delay=1``, and after an interrupted step. The next step computes with these weights. A step that was interrupted after gradients
+        had left is abandoned, and so is one of streaming mode that a :class:`MissingGradientError` refused. Another batch can make it.
+
+        Returns:
+            The version of the weights.
+        """
+        if self._now.state is State.GIVEN_UP:
+            self._start_over()
+        connection = self._connection
+        if connection is None:
+            self._now.end()  # an interrupted opening is repeated
+            return 0
+        self._opened()
+        connection.drain()
+        connection.read()
+        self._report(connection)
+        step = self._now
+        if step.state is State.PUSHED and step.made != connection.made:
+            step.end()
+        elif (step.state is State.PUSHED or step.state is State.COLLECTING and step.running) and self._can_start_over():
+            super().zero_grad()  # gradients that were made and have not left
+            self._start_over()
+        elif step.state is State.PUSHED:
+            step.state = State.BROKEN
+        return self._version
+
+
+def unwrapped(optimizer: Any) -> Optimizer | None:
+    """Returns the optimizer of this package, unwrapped from Accelerate's or Lightning's wrapper; None for another one."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, Optimizer) else None
 
 
 #: Flags of torch that servers' rules do not have, with the remedy. None and False are torch's defaults and pass.
