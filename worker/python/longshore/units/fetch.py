@@ -9,6 +9,7 @@ as long as each reaches a use of a unit or ``step``.
 """
 
 import contextlib
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from longshore.distributed import collectives
+from longshore.distributed.collectives import Collective
 from longshore.errors import LongshoreError, UsageError, WaitError
 from longshore.transfer import device as _device
 from longshore.transfer.params import DTYPES
@@ -154,6 +156,8 @@ _Wish = tuple[int, int, int, int]
 _MEETS = 1 << 40
 #: Number of meetings that a rank sends when it cannot continue.
 _FAILED = -1
+#: Most seconds that an interrupted gather is waited for: another rank may have been interrupted before it began the gather.
+_ENDING = 10.0
 #: Number of meetings that a rank sends when it ends and uses no more units: the largest, so it is behind no rank.
 _ENDS = 1 << 40
 
@@ -241,16 +245,20 @@ class Rounds:
         """Gathers weights of which each rank has its part in place. ``weights`` has pairs of all bytes and a part's size. The weights lie
         on the device, or all of them in the host's memory."""
         group = self._speech if on_host else self._group
-        gathering = []
+        gathering: list[Collective] = []
         failure: RuntimeError | None = None
-        for whole, part in weights:
-            own = whole[self.rank * part : (self.rank + 1) * part]
-            gathering.append(collectives.all_gather(whole, own, group))
-        for collective in gathering:
-            try:
-                collective.wait("units that ranks gather")
-            except RuntimeError as error:
-                failure = error  # the other gathers may still write
+        try:
+            for whole, part in weights:
+                own = whole[self.rank * part : (self.rank + 1) * part]
+                gathering.append(collectives.all_gather(whole, own, group))
+            for collective in gathering:
+                try:
+                    collective.wait("units that ranks gather")
+                except RuntimeError as error:
+                    failure = error  # the other gathers may still write
+        except BaseException:
+            _let_end(gathering)
+            raise
         if failure is not None:
             self._give_up("what they have pulled", failure)
 
@@ -289,6 +297,14 @@ class Rounds:
             "within the timeout of init_process_group: look at the other ranks' errors, and have all ranks run the same passes and make the "
             f"same steps, or pass weights='whole' to shard(). torch.distributed says: {error}"
         ) from error
+
+
+def _let_end(gathering: list[Collective]) -> None:
+    """Waits for gathers that Ctrl-C has interrupted, since their memory is freed next. All ranks have agreed to gather, so this is short."""
+    end = time.monotonic() + _ENDING
+    while time.monotonic() < end and not all(collective.is_done() for collective in gathering):
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(0.01)
 
 
 def _digest(what: Iterable[int | str]) -> int:
