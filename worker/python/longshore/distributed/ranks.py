@@ -49,10 +49,6 @@ class Ranks(ABC):
         self._taken: set[int] = set()
         self._outgoing = Outgoing()
 
-    def refuse(self) -> None:
-        """Refuses to continue once a rank has failed: parameters may have outdated parts of that rank."""
-        collectives.refuse()
-
     def telling(self) -> contextlib.AbstractContextManager[None]:
         """Context in which a rank takes gradients. Ranks that wait for it in collectives are told if it fails."""
         return contextlib.nullcontext()

@@ -401,7 +401,7 @@ class Connection:
         """Waits for requested weights, and writes them into the parameters."""
         self._step.tear()
         if self.ranks is not None:
-            self.ranks.refuse()
+            collectives.refuse()  # parameters may have outdated parts of a failed rank
         version = self.job.unread_weights()
         if version is not None:
             self.version = version

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from longshore.errors import invalid, warn
-from longshore.transfer import server
 from longshore.transfer.options import Options
 
 # Number of shards of a small model, as in the command line's trainer.
@@ -88,15 +87,13 @@ def settings(
 
     ``hypers`` has the first hyperparameters of each group. ``partitions`` is for ranks that send a part of the gradient, and has the first
     parameter and the rank of each partition. No step changes ``frozen`` parameters; servers keep their weights alone."""
-    addresses, transport = options.addresses(), options.transport
+    transport = options.transport
     if options.is_embedded() and transport == "tcp":
         transport = "unix"  # the only socket of a server inside this process
-    if addresses is None:
-        addresses = [server.default().address]
     rank, world_size = options.place()
     everything = [*params, *frozen]
     resolved = {
-        "servers": addresses,
+        "servers": options.addresses(),
         "tls_dir": options.tls_folder(),
         "transport": transport,
         "job": job,

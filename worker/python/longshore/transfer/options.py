@@ -288,12 +288,10 @@ class Options:
             return _server.default()
         return self.servers if isinstance(self.servers, Server) else None
 
-    def addresses(self) -> list[str] | None:
-        """Returns the servers' addresses; None for this process's default server."""
-        if self.servers is None:
-            return None
-        if isinstance(self.servers, Server):
-            return [self.servers.address]
+    def addresses(self) -> list[str]:
+        """Returns the servers' addresses."""
+        if self.servers is None or isinstance(self.servers, Server):
+            return [(self.servers or _server.default()).address]
         return listed(self.servers)
 
     def is_embedded(self) -> bool:

@@ -21,7 +21,7 @@ from longshore.transfer.params import Place, are_equal
 from longshore.transfer.partitions import Share, share
 from longshore.transfer.pinned import Lending, Staging, host_memory
 from longshore.units.fetch import Fetch, MappedFetch, Rounds
-from longshore.units.model import Member, Span, Spans, in_one_piece, parts_of, places_of
+from longshore.units.model import Member, Span, Spans, in_one_piece, places_of
 
 
 class Copies:
@@ -314,7 +314,8 @@ class Fetcher:
         for member in members:
             # ``.data``, not the parameter itself: autograd would count the write as a change.
             left = member.tensor.data.view(-1)
-            for part in parts_of(self._spans, member, left.numel()):
+            assert member.param is not None
+            for part in self._spans(member.param, 0, left.numel()):
                 parts.append((part, left[: part[2]]))
                 left = left[part[2] :]
         asked = self._job.lend(self.version, [part for part, _ in parts])

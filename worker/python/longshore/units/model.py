@@ -272,12 +272,6 @@ def in_one_piece(param: Param, start: int, elements: int) -> Iterable[Span]:
     return [(param.index, start, elements)]
 
 
-def parts_of(spans: Spans, member: Member, elements: int) -> list[Span]:
-    """Returns the spans of a whole trained member."""
-    assert member.param is not None
-    return list(spans(member.param, 0, elements))
-
-
 def places_of(spans: Spans, member: Member, memory: Tensor, start: int) -> list[tuple[Place, int]]:
     """Returns places in ``memory`` for a member's elements from ``start`` on, each with its first element in the job's parameter. The
     memory has no gaps. A frozen member is one run in the job."""
