@@ -53,7 +53,7 @@ def reads(options: dict[str, Any], error: BaseException) -> Callable[[], None]:
     made = Optimizer(options)
     made.step(0)
     made.backward(1)
-    patched(ranks.Gathered, "_targets", error)
+    patched(ranks.Reduced, "_targets", error)
     return made.optimizer.step
 
 

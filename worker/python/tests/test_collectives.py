@@ -12,9 +12,8 @@ from torch import distributed, nn
 
 from longshore import errors
 from longshore.distributed import collectives
-from longshore.distributed.ranks import Gathered, gather_frozen
+from longshore.distributed.ranks import Reduced, gather_frozen
 from longshore.transfer.params import DTYPES, Param
-from longshore.transfer.partitions import layout
 
 CPU = torch.device("cpu")
 
@@ -117,7 +116,7 @@ def test_weights_of_the_host_are_gathered_where_the_group_is_of_devices(without_
     tensor = nn.Parameter(torch.zeros(64 * 1024))  # enough elements for a collective
     param = Param(0, "base", 0, tensor, tensor.shape, tensor.dtype, DTYPES[tensor.dtype], tensor.numel())
     [(_, frozen)] = gather_frozen(Stub(), 0, [param], 0, 1)
-    Gathered(layout([param], 1), 0, 1).read(Stub())
+    Reduced([param]).read(Stub())
     for found in (frozen, tensor.detach()):
         assert torch.equal(found, torch.arange(len(tensor), dtype=torch.float32))
     assert collectives.group_of(CPU) is collectives.group_of(CPU), "one group for all of them"

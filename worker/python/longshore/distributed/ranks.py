@@ -229,73 +229,6 @@ class Ranks(ABC):
         job.end_micro_step()
 
 
-class Gathered:
-    """A job's parameters, which all ranks have whole."""
-
-    def __init__(self, layout: Layout, rank: int, world_size: int) -> None:
-        self._layout = layout
-        self._pieces = layout.of_params()
-        self._rank = rank
-        self._world_size = world_size
-        #: This rank's part of each bucket in the host's memory, and the events of device copies that read it.
-        self._rows: list[Tensor] = []
-        self._reading: list[Any] = []
-
-    def read(self, job: Any) -> None:
-        """Waits for this rank's part of the requested weights, and gives the parameters the whole. While ranks gather a bucket, the next
-        bucket's part arrives."""
-        before: tuple[Bucket, Collective, Tensor] | None = None
-        with collectives.telling():
-            for bucket, part in self._parts(job):
-                whole = device.empty_beside(part, [self._world_size * bucket.slot], bucket.dtype)
-                gathering = collectives.all_gather(whole, part, collectives.group_of(part.device))
-                if before is not None:
-                    self._spread(*before)
-                before = (bucket, gathering, whole)
-            if before is not None:
-                self._spread(*before)
-            has = device.accelerator.has
-            devices = {bucket.params[0].tensor.device for bucket in self._layout.buckets if has(bucket.params[0].tensor)}
-            self._reading = [device.accelerator.record(device.accelerator.current_stream(found)) for found in devices]
-
-    def _parts(self, job: Any) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yields this rank's part of each bucket once it has arrived, by way of the host."""
-        self._wait()
-        if not self._rows:
-            self._rows = [_row(bucket) for bucket in self._layout.buckets]
-        for bucket, row in zip(self._layout.buckets, self._rows, strict=True):
-            job.read_weights(self._targets(bucket, row))
-            tensor, accelerator, part = bucket.params[0].tensor, device.accelerator, row
-            if accelerator.has(tensor):
-                part = accelerator.empty([bucket.slot], bucket.dtype, tensor.device)
-                accelerator.copy(part, row, accelerator.current_stream(tensor.device))
-            yield bucket, part
-
-    def release(self) -> None:
-        """Frees the memory for arriving weights."""
-        self._wait()
-        self._rows.clear()
-
-    def _wait(self) -> None:
-        for event in self._reading:
-            device.accelerator.wait(event)
-        self._reading.clear()
-
-    def _targets(self, bucket: Bucket, row: Tensor) -> list[Place]:
-        size, wire = row.element_size(), DTYPES[row.dtype]
-        return [
-            (piece.index, row.data_ptr() + piece.offset * size, piece.elements, wire) for piece in bucket.pieces[self._rank]
-        ]
-
-    @torch.no_grad()
-    def _spread(self, bucket: Bucket, gathering: Collective, whole: Tensor) -> None:
-        """Copies a gathered bucket into its parameters."""
-        gathering.wait("weights that ranks gather")
-        slots = whole.view(self._world_size, bucket.slot)
-        for param in bucket.params:
-            device.run_where([slots, param.tensor.detach()], functools.partial(copy_back, self._pieces[param.index]))
-
-
 def _row(bucket: Bucket) -> Tensor:
     if device.accelerator.has(bucket.params[0].tensor):
         return device.accelerator.locked([bucket.slot], bucket.dtype)
@@ -307,7 +240,9 @@ class Reduced(Ranks):
 
     def __init__(self, params: list[Param]) -> None:
         super().__init__(params, layout(params, collectives.place()[1]))
-        self._gathered = Gathered(self.layout, self.rank, self.world_size)
+        #: This rank's part of each bucket in the host's memory, and the events of device copies that read it.
+        self._rows: list[Tensor] = []
+        self._reading: list[Any] = []
         #: Parameters whose gradients ranks have compared, or had the occasion to.
         self._compared: set[int] = set()
 
@@ -318,10 +253,58 @@ class Reduced(Ranks):
         return [piece.place(piece.part_of(whole[piece.param.index])) for piece in self.layout.pieces()], whole
 
     def read(self, job: Any) -> None:
-        self._gathered.read(job)
+        """Waits for this rank's part of the requested weights, and gives the parameters the whole. While ranks gather a bucket, the next
+        bucket's part arrives."""
+        before: tuple[Bucket, Collective, Tensor] | None = None
+        with collectives.telling():
+            for bucket, part in self._parts(job):
+                whole = device.empty_beside(part, [self.world_size * bucket.slot], bucket.dtype)
+                gathering = collectives.all_gather(whole, part, collectives.group_of(part.device))
+                if before is not None:
+                    self._spread(*before)
+                before = (bucket, gathering, whole)
+            if before is not None:
+                self._spread(*before)
+            has = device.accelerator.has
+            devices = {bucket.params[0].tensor.device for bucket in self.layout.buckets if has(bucket.params[0].tensor)}
+            self._reading = [device.accelerator.record(device.accelerator.current_stream(found)) for found in devices]
+
+    def _parts(self, job: Any) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yields this rank's part of each bucket once it has arrived, by way of the host."""
+        self._end_copies()
+        if not self._rows:
+            self._rows = [_row(bucket) for bucket in self.layout.buckets]
+        for bucket, row in zip(self.layout.buckets, self._rows, strict=True):
+            job.read_weights(self._targets(bucket, row))
+            tensor, accelerator, part = bucket.params[0].tensor, device.accelerator, row
+            if accelerator.has(tensor):
+                part = accelerator.empty([bucket.slot], bucket.dtype, tensor.device)
+                accelerator.copy(part, row, accelerator.current_stream(tensor.device))
+            yield bucket, part
 
     def forget_weights(self) -> None:
-        self._gathered.release()
+        self._end_copies()
+        self._rows.clear()
+
+    def _end_copies(self) -> None:
+        """Waits until no device copies this rank's part to its memory."""
+        for event in self._reading:
+            device.accelerator.wait(event)
+        self._reading.clear()
+
+    def _targets(self, bucket: Bucket, row: Tensor) -> list[Place]:
+        size, wire = row.element_size(), DTYPES[row.dtype]
+        return [
+            (piece.index, row.data_ptr() + piece.offset * size, piece.elements, wire) for piece in bucket.pieces[self.rank]
+        ]
+
+    @torch.no_grad()
+    def _spread(self, bucket: Bucket, gathering: Collective, whole: Tensor) -> None:
+        """Copies a gathered bucket into its parameters."""
+        gathering.wait("weights that ranks gather")
+        slots = whole.view(self.world_size, bucket.slot)
+        for param in bucket.params:
+            device.run_where([slots, param.tensor.detach()], functools.partial(copy_back, self._pieces[param.index]))
 
     def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
         has = {param.index for param in self.params if param.tensor.grad is not None}

@@ -44,7 +44,7 @@ from longshore.transfer.options import Options
 from longshore.transfer.params import Columns, Param, dtype_of, fingerprint
 from longshore.transfer.partitions import in_one_piece
 from longshore.transfer.pinned import Lending, LockedMemory
-from longshore.transfer.weights import JobWeights, UnitedWeights, Weights, is_compiling
+from longshore.transfer.weights import JobWeights, Weights, WeightsInUnits, is_compiling
 
 
 class State(enum.Enum):
@@ -456,7 +456,7 @@ class Connected(torch.optim.Optimizer):
     #: In streaming mode a :class:`longshore.optimizer.step.Stream`, whose module imports this one.
     _stream: Any
     #: Weights of the job once the model is in units.
-    _units: UnitedWeights | None
+    _units: WeightsInUnits | None
 
     # Methods of the parts.
     version: Any

@@ -111,7 +111,7 @@ DELAYED = 8
 
 
 class JobWeights(Protocol):
-    """Weights of a job in this process, as its connection uses them.
+    """Weights of a job in this process, as its connection uses them. :class:`Weights` documents the methods.
 
     :class:`Weights` are of a model in memory, :class:`Unplaced` of a model that is being built, and
     :class:`longshore.units.shard.UnitWeights` of a model in units.
@@ -132,7 +132,7 @@ class JobWeights(Protocol):
     def release(self) -> None: ...
 
 
-class UnitedWeights(JobWeights, Protocol):
+class WeightsInUnits(JobWeights, Protocol):
     """Weights of a model in units, which go on to another job of the same parameters."""
 
     def check_unused(self) -> None: ...
