@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from longshore.distributed import collectives
-from longshore.distributed.ranks import CheckMissing, Ranks, on_all
+from longshore.distributed.ranks import Ranks
 from longshore.errors import GradientError, UsageError, invalid
 from longshore.transfer import params as _params
 from longshore.transfer.filling import FrozenParams
@@ -272,13 +272,6 @@ class Sharded(Ranks):
 
     def forget_weights(self) -> None:
         self._locals, self._weights = [], []
-
-    def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
-        with self.telling():
-            return super().push(job, scale, on_all(check_missing))
-
-    def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
-        return super().end_micro_step(job, on_all(check_missing))
 
     def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
         _params.check_gradient(param, gradient)

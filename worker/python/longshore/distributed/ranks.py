@@ -183,25 +183,26 @@ class Ranks(ABC):
 
     def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
         """Sends the gradients in ``.grad``, multiplied by ``scale``, as a micro-step. Returns whether there were any."""
-        missing = self._missing([param.tensor.grad is not None for param in self.params])
-        if len(missing) == len(self.params):
-            return False
-        check_missing(missing)
-        # The last layers come first, as in backward: ranks that reduce do so in this order.
-        for param in reversed(self.params):
-            gradient = param.tensor.grad
-            if gradient is not None:
-                self._send(job, param, gradient, scale)
-                self._taken.add(param.index)
-        self._end(job)
-        return True
+        with self.telling():
+            missing = self._missing([param.tensor.grad is not None for param in self.params])
+            if len(missing) == len(self.params):
+                return False
+            _check_on_all(check_missing, missing)
+            # The last layers come first, as in backward: ranks that reduce do so in this order.
+            for param in reversed(self.params):
+                gradient = param.tensor.grad
+                if gradient is not None:
+                    self._send(job, param, gradient, scale)
+                    self._taken.add(param.index)
+            self._end(job)
+            return True
 
     def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
         """Ends a micro-step whose gradients were taken. Returns whether there were any."""
         missing = self._missing([param.index in self._taken for param in self.params])
         if len(missing) == len(self.params):
             return False
-        check_missing(missing)
+        _check_on_all(check_missing, missing)
         self._end(job)
         return True
 
@@ -227,6 +228,14 @@ class Ranks(ABC):
         """Ends a micro-step in which no rank has a gradient."""
         self.push_zeros(job, self.params)
         job.end_micro_step()
+
+
+def _check_on_all(check_missing: CheckMissing, missing: list[Param]) -> None:
+    """Calls a check whose error all ranks raise alike: each rank knows which parameters have a gradient anywhere."""
+    try:
+        check_missing(missing)
+    except LongshoreError as error:
+        raise collectives.known(error) from None
 
 
 def _row(bucket: Bucket) -> Tensor:
@@ -376,8 +385,7 @@ class Scattered(Reduced):
 
     def push(self, job: Any, scale: float, check_missing: CheckMissing) -> bool:
         self._scale = scale
-        with self.telling():
-            return super().push(job, scale, on_all(check_missing))
+        return super().push(job, scale, check_missing)
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
         return collectives.telling()
@@ -385,7 +393,7 @@ class Scattered(Reduced):
     def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
         # Ranks without further gradients still reduce with the others, so that none waits for another.
         self._reduce_rest()
-        if super().end_micro_step(job, on_all(check_missing)):
+        if super().end_micro_step(job, check_missing):
             return True
         for _, reducing, _ in self._reducing:
             reducing.wait("gradients that ranks reduce")
@@ -508,18 +516,6 @@ def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_
         yield param, whole.view(param.shape)
         # Only one tensor at a time lies on the device.
         del whole
-
-
-def on_all(check_missing: CheckMissing) -> CheckMissing:
-    """Returns a check that raises on all ranks alike: each rank knows which parameters have a gradient anywhere."""
-
-    def check(missing: list[Param]) -> None:
-        try:
-            check_missing(missing)
-        except LongshoreError as error:
-            raise collectives.known(error) from None
-
-    return check
 
 
 def has_ddp(tensors: Iterable[Tensor]) -> bool:
