@@ -509,8 +509,8 @@ def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_
             whole[start : start + len(part)].copy_(part)
         if of_rank is not None:
             gathered = whole[: of_rank.gathered].view(torch.uint8)
-            part = of_rank.part * whole.itemsize
-            own = gathered[rank * part : (rank + 1) * part]
+            size = of_rank.part * whole.itemsize
+            own = gathered[rank * size : (rank + 1) * size]
             gathering = collectives.all_gather(gathered, own, collectives.group_of(whole.device))
             gathering.wait(f"{param.name}, which is frozen and which ranks gather")
         yield param, whole.view(param.shape)

@@ -39,7 +39,7 @@ from longshore.transfer import filling as _filling
 from longshore.transfer import weights as _weights
 from longshore.transfer.filling import Filling, FrozenParams
 from longshore.transfer.gradients import Gradients
-from longshore.transfer.job import Hyper, Record, settings
+from longshore.transfer.job import Hyper, Record, StepReport, settings
 from longshore.transfer.options import Options
 from longshore.transfer.params import Columns, Param, dtype_of, fingerprint
 from longshore.transfer.partitions import in_one_piece
@@ -458,9 +458,12 @@ class Connected(torch.optim.Optimizer):
     #: Weights of the job once the model is in units.
     _units: WeightsInUnits | None
 
-    # Methods of the parts.
+    #: Report of the newest decided step; None before the first.
+    last_report: StepReport | None
+
+    # Properties and methods of the parts.
     version: Any
-    _version: int
+    passing_checkpoints: Any
     flush: Callable[[], int]
     check_model: Callable[[], None]
     _new_connection: Callable[[], Connection]
@@ -477,3 +480,7 @@ class Connected(torch.optim.Optimizer):
     _tensors: Callable[[], list[Tensor]]
     _hyper: Callable[[dict[str, Any]], Hyper]
     _check_hyper: Callable[[dict[str, Any]], None]
+
+    @property
+    def _version(self) -> int:
+        return self._connection.version if self._connection else 0

@@ -198,7 +198,9 @@ class Writes:
     def _marks(self, tensors: list[Tensor]) -> tuple[list[int], list[int]]:
         """Returns torch's counts of writes, and the addresses. Reading them does not wait for awaited weights."""
         with torch._C.DisableTorchFunctionSubclass():
-            memory = [tensor._local_tensor if _params.is_sharded(tensor) else tensor for tensor in tensors] if self._has_shards else tensors
+            memory: list[Any] = tensors
+            if self._has_shards:
+                memory = [tensor._local_tensor if _params.is_sharded(tensor) else tensor for tensor in memory]
             return list(map(_version, tensors)), list(map(Tensor.data_ptr, memory))
 
     @torch.no_grad()

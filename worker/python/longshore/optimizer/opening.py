@@ -217,10 +217,6 @@ class Opening(Connected):
         return self._version
 
     @property
-    def _version(self) -> int:
-        return self._connection.version if self._connection else 0
-
-    @property
     def global_step(self) -> int:
         """The number of steps made, by which a restarted script goes on with its data and schedule. With ``delay=1`` it is one more than
         :attr:`version` until a :meth:`flush`."""

@@ -377,8 +377,6 @@ class Stepping(Connected):
     _loss: float | None
     #: Set by a framework's adapter that knows no ``GradScaler`` exists, although the framework asks torch as if there were one.
     has_no_scaler: bool = False
-    #: Report of the newest decided step; None before the first.
-    last_report: StepReport | None
     #: Called at each commit. Returns at most 1 MiB of rank 0's data to keep with it, for :attr:`resumed`.
     resume_data: Callable[[], bytes] | None
 

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Literal, NoReturn, Self
 
 from longshore import _longshore
 
@@ -71,7 +71,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a server cannot be copied or pickled: pass its address")
 
 

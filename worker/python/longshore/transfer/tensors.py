@@ -43,7 +43,7 @@ def _of_no_element() -> Iterator[Any]:
             yield getattr(Tensor, name).__get__
     for name in ("grad", "requires_grad"):
         yield getattr(Tensor, name).__set__
-    yield Tensor.grad.__delete__
+    yield Tensor.grad.__delete__  # type: ignore[union-attr]
     for name in _ASKED:
         yield getattr(Tensor, name)
 
@@ -264,7 +264,7 @@ def _edges_of(given: Any) -> Any:
     if not isinstance(given, _OfUnit):
         return given
     # torch refuses a tensor without an edge in its own words.
-    return get_gradient_edge(given) if given.requires_grad else given.detach()  # type: ignore[attr-defined]
+    return get_gradient_edge(given) if given.requires_grad else given.detach()  # type: ignore[attr-defined,arg-type]
 
 
 def _within(homes: list[Home], found: list[Any], func: Any, args: Any, kwargs: Any) -> Any:

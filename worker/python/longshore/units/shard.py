@@ -348,11 +348,7 @@ def _fetcher(
 
 def _check_written(connection: Connection, is_gathered: bool, was_open: bool) -> None:
     """Refuses trained weights that were written since the job was opened. A job opened by this call needs no check."""
-
-    def check() -> None:
-        if was_open:
-            connection.check_written()
-
+    check = connection.check_written if was_open else lambda: None
     if is_gathered:
         collectives.together(check)
     else:
