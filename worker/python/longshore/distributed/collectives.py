@@ -291,7 +291,7 @@ def all_gather(whole: Tensor, own: Tensor, group: Any) -> Collective:
 
 
 def reduce_scatter(slots: Tensor, rank: int) -> tuple[Collective, Tensor]:
-    """Sums all ranks' rows, one for each rank.
+    """Sums the tensors of all ranks row by row, and gives each rank the sum of its own row.
 
     Args:
         slots: (ranks, elements). Their content is undefined afterwards.

@@ -54,7 +54,7 @@ class Stream:
         self._pusher: Pusher | None = None
         #: Most bytes of unsent gradients that may stay where the model is; None for no limit.
         self._room: int | None = None
-        #: The parameters of each parameter's unit, and of the current group's unit: all of them in a model without units.
+        #: By parameter the parameters of its unit, and those of the current group's unit. All are one unit in a model without units.
         self._units: dict[int, frozenset[int]] = {}
         self._unit: frozenset[int] = frozenset()
         self._is_checked = False

@@ -62,7 +62,7 @@ class Piece:
     #: Index of its first element in the parameter, and its number of elements.
     start: int
     elements: int
-    #: Its first element's index in the rank's part of the bucket.
+    #: Index of the first element in the rank's part of the bucket.
     offset: int
     #: Its place in the parameter if its elements are not consecutive there, for example columns of a matrix.
     box: Box | None = None

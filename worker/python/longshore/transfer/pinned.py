@@ -232,7 +232,7 @@ class Lending:
         """Keeps lent weights, or None, and memory of the host until their copies to the targets are done."""
         events = [_device.accelerator.record(stream(device)) for device in {target.device for target in targets}]
         self._lent.append((lent, events, held))
-        # Evaluations fetch units and end no step.
+        # The end of a step empties the list, and an evaluation has none.
         if len(self._lent) > _MOST:
             self.finish()
 

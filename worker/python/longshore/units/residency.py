@@ -350,7 +350,7 @@ class Residency:
 
     def unpin(self, *units: Unit) -> None:
         """Unpins each unit, even if :meth:`changed` raises; the first error is raised."""
-        # Callbacks run from the last to the first, and the last one's error is raised.
+        # The stack runs callbacks in reverse order and raises the last error, so that of the first member.
         with self._lock, contextlib.ExitStack() as changes:
             for unit in units:
                 unit.pins -= 1
