@@ -17,6 +17,14 @@ pub fn longshore<Text: AsRef<OsStr>>(arguments: impl IntoIterator<Item = Text>) 
     run("longshore", binaries::command("longshore").args(arguments))
 }
 
+/// Runs `longshore` with these arguments to a successful end.
+#[track_caller]
+pub fn done<Text: AsRef<OsStr>>(arguments: impl IntoIterator<Item = Text>) -> Output {
+    let output = longshore(arguments);
+    assert_eq!(output.code, 0, "{output:?}");
+    output
+}
+
 /// Runs `longshored` with these arguments. A server that begins to serve is killed at the deadline, which fails the
 /// test.
 pub fn longshored<Text: AsRef<OsStr>>(arguments: impl IntoIterator<Item = Text>) -> Output {

@@ -5,7 +5,7 @@ use std::{env, path::Path, process::Command};
 
 use longshore_tests::{
     binaries,
-    command::{longshore, run},
+    command::{done, run},
     process::Process,
     skip,
 };
@@ -42,8 +42,7 @@ fn servers_start_with_the_flags_of_the_chart() {
     assert_eq!(cases.len(), 4);
     let root = TempDir::new().unwrap();
     let tls = root.path().join("tls");
-    let made = longshore(["tls", "init", &tls.display().to_string(), "--hosts", "localhost"]);
-    assert_eq!(made.code, 0, "{made:?}");
+    done(["tls", "init", &tls.display().to_string(), "--hosts", "localhost"]);
     for (case, flags) in cases.iter().enumerate() {
         let folder = |name: &str| {
             let folder = root.path().join(format!("{name}-{case}"));

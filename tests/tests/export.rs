@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, fs, os::unix::fs::PermissionsExt, path::Path, process::Command};
 
 use longshore_tests::{
-    command::{Output, longshore, run},
+    command::{Output, done, longshore, run},
     server::{ServerOptions, addresses, servers},
     train::Train,
 };
@@ -46,8 +46,7 @@ fn an_export_during_training_is_of_one_version_of_all_servers() {
     running.until_step(version + 5);
     running.kill();
 
-    let deleted = longshore(["delete", "--servers", &addresses.join(","), "--job", "default"]);
-    assert_eq!(deleted.code, 0, "{deleted:?}");
+    done(["delete", "--servers", &addresses.join(","), "--job", "default"]);
     train(version).run();
     assert_eq!(version_of(&export(&addresses, &after, &flags)), version);
     let (during, after) = (files(&during), files(&after));
@@ -65,8 +64,7 @@ fn an_export_is_the_rounded_master_weights() {
     let addresses = [server.address().to_string()];
     // Look-ahead images differ from the rounded weights, so an export must not use them.
     Train::new(12).args(["--delay", "1", "--warmup-steps", "2"]).servers(&addresses).run();
-    let checkpoint = longshore(["checkpoint", "--servers", &addresses[0], "--name", "last"]);
-    assert_eq!(checkpoint.code, 0, "{checkpoint:?}");
+    done(["checkpoint", "--servers", &addresses[0], "--name", "last"]);
     for (dtype, size) in [("bf16", "5GiB"), ("f16", "100KiB"), ("f32", "1MiB")] {
         let out = folder.path().join(dtype);
         assert_eq!(version_of(&export(&addresses, &out, &["--dtype", dtype, "--max-file-size", size])), 12);

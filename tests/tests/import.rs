@@ -3,7 +3,7 @@
 use std::{fs, path::Path};
 
 use longshore_tests::{
-    command::{Output, longshore},
+    command::{Output, done, longshore},
     server::{ServerOptions, addresses, servers},
     status,
     train::Train,
@@ -18,9 +18,7 @@ fn import(servers: &[String], from: &Path, more: &[&str]) -> Output {
 fn export(servers: &[String], job: &str, out: &Path, dtype: &str) {
     let (servers, out) = (servers.join(","), out.display().to_string());
     let flags = ["--dtype", dtype, "--max-file-size", "300KiB"];
-    let output =
-        longshore(["export", "--servers", &servers, "--job", job, "--out", &out].into_iter().chain(flags));
-    assert_eq!(output.code, 0, "{}", output.stderr);
+    done(["export", "--servers", &servers, "--job", job, "--out", &out].into_iter().chain(flags));
 }
 
 fn same_files(one: &Path, other: &Path) -> bool {
@@ -74,8 +72,7 @@ fn tensors_that_do_not_fit_are_named_and_nothing_is_opened() {
     Train::new(1).servers(&addresses).run();
     let out = folder.path().join("model");
     let path = out.display().to_string();
-    let exported = longshore(["export", "--servers", &addresses.join(","), "--out", &path, "--dtype", "f32"]);
-    assert_eq!(exported.code, 0, "{}", exported.stderr);
+    done(["export", "--servers", &addresses.join(","), "--out", &path, "--dtype", "f32"]);
     let file = out.join("model.safetensors");
     let whole = fs::read(&file).unwrap();
     let length = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;

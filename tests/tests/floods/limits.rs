@@ -15,7 +15,7 @@ use longshore_proto::{
     },
 };
 use longshore_tests::{
-    command::longshore,
+    command::done,
     conformance::raw::{Raw, placement},
     peer::{DATA, END_HEADERS, END_STREAM, HEADERS, Peer, SETTINGS, call, frame, frame_of},
     process::{forget_peak, memory_of, threads_of},
@@ -302,8 +302,7 @@ fn an_operator_is_held_within_its_row() {
             (0..4 * FEW).map(|_| Peer::over(UnixStream::connect(&bed.socket).unwrap()).unwrap()).collect();
         for act in [&["status"][..], &["checkpoint", "--name", "by-hand"], &["checkpoints"]] {
             let servers = format!("unix:{}", bed.socket);
-            let done = longshore([act, &["--job", "innocent", "--servers", &servers]].concat());
-            assert_eq!(done.code, 0, "{done:?}");
+            done([act, &["--job", "innocent", "--servers", &servers]].concat());
         }
         (first, others, local)
     });

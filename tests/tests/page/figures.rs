@@ -2,7 +2,7 @@
 
 use longshore_tests::{
     browser::Browser,
-    command::longshore,
+    command::{done, longshore},
     http::{self, FLAGS},
     server::ServerOptions,
     train::Train,
@@ -60,8 +60,7 @@ fn charts_show_the_steps_that_status_tells() {
     open(&mut browser, &http::address(&server));
     browser.until("the job's charts", "document.querySelectorAll('svg path').length === 9");
     let asked = ["status", "--output", "json", "--steps", "512", "--servers", server.address()];
-    let status = longshore(asked);
-    assert_eq!(status.code, 0, "{status:?}");
+    let status = done(asked);
     let status: Value = serde_json::from_str(&status.stdout).unwrap();
     let steps = status["servers"][0]["steps"].as_array().expect("steps");
     assert_eq!(steps.len() as u64, STEPS);

@@ -12,7 +12,7 @@ use std::{env, fs, path::Path, process::Command};
 use longshore_tests::{
     binaries,
     browser::Browser,
-    command::longshore,
+    command::done,
     conformance::cluster::eventually,
     http::{self, FLAGS},
     process::Process,
@@ -84,8 +84,7 @@ fn has(text: &str, parts: &[&str]) {
 }
 
 fn delete(job: &str, server: &Longshored) {
-    let deleted = longshore(["delete", "--job", job, "--servers", server.address()]);
-    assert_eq!(deleted.code, 0, "{deleted:?}");
+    done(["delete", "--job", job, "--servers", server.address()]);
 }
 
 #[test]
