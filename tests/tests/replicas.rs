@@ -1,5 +1,6 @@
 //! Shards have two holders: a server that is lost for good takes no step with it, and the weights are those of an
-//! undisturbed run.
+//! undisturbed run. The simulation loses servers at any moment of a step. Here operators' commands, logs, metrics and
+//! memory are those of real processes.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -8,7 +9,7 @@ use std::{
 };
 
 use longshore_tests::{
-    command::{Output, longshore},
+    command::{Output, done, longshore},
     conformance::cluster::eventually,
     http,
     process::DEADLINE,
@@ -16,28 +17,27 @@ use longshore_tests::{
     server::{self, Longshored, ServerOptions},
     soak,
     status::job_status,
-    train::{Run, Running, Train},
+    train::{Running, Train},
 };
 use serde_json::Value;
 use tempfile::TempDir;
 
-const STEPS: u64 = 150;
 const DELAYED: [&str; 4] = ["--delay", "1", "--warmup-steps", "5"];
 
-fn replicated(steps: u64, ranks: usize, more: &[&str]) -> Train {
-    let train = Train::new(steps).args(["--layers", "3", "--world-size", &ranks.to_string()]);
-    train.args(more).allow("waiting for a server").allow("given up as lost")
+/// A training of three layers that goes on until it is stopped.
+fn replicated(ranks: usize, more: &[&str]) -> Train {
+    let train = Train::new(1).args(["--layers", "3", "--world-size", &ranks.to_string()]).args(more);
+    train.endless().allow("waiting for a server").allow("given up as lost")
 }
 
 fn start(train: &Train, ranks: usize) -> Vec<Running> {
     train.clone().args(["--replicas", "2"]).start_ranks(ranks)
 }
 
-/// The hash of the same training of two ranks without replicas, on one server.
-fn undisturbed(train: &Train) -> String {
-    let alone = server::servers(1, &ServerOptions::new());
-    let train = train.clone().servers(&server::addresses(&alone));
-    Run::of_ranks(train.start_ranks(2)).end.state_hash
+/// Stops rank 0. The weights are those of an undisturbed run of as many steps.
+fn ends_with_the_same_bits(train: &Train, mut running: Vec<Running>) {
+    let end = running.remove(0).stop();
+    assert_eq!(end.state_hash, train.hash_after(end.version), "at version {}", end.version);
 }
 
 fn give_up(living: &Longshored, lost: &str, more: &[&str]) -> Output {
@@ -48,33 +48,14 @@ fn give_up(living: &Longshored, lost: &str, more: &[&str]) -> Output {
 /// Waits until the job is on these servers alone, and each shard has two holders: then a wish for them is fulfilled.
 fn until_replicated(servers: &[String]) {
     let wish = ["scale", "--job", "default", "--servers", &servers[0], "--to", &servers.join(","), "--wait"];
-    let said = longshore(wish);
-    assert_eq!(said.code, 0, "{said:?}");
+    done(wish);
 }
 
-#[test]
-fn a_delayed_job_of_two_ranks_outlives_one_of_two_servers() {
-    let train = replicated(STEPS, 2, &DELAYED);
-    let expected = undisturbed(&train);
-    let mut random = Random::new();
-    let mut servers = server::servers(2, &ServerOptions::new());
-    let mut running = start(&train.clone().servers(&server::addresses(&servers)), 2);
-    running[0].until_step(3 + random.below(20));
-    spin(random.part_of(Duration::from_millis(50)));
-    let lost = servers.remove(random.below(2) as usize);
-    let address = lost.address().to_string();
-    drop(lost);
-    let said = give_up(&servers[0], &address, &["--wait"]);
-    assert_eq!(said.code, 0, "{said:?}");
-    running[0].until_steps(5);
-    assert_eq!(job_status(&server::addresses(&servers)).servers.len(), 1);
-    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
-}
-
-/// A server of two is lost, and no operator says so. A witness, which keeps no shard, tells the side that goes on.
+/// A server of two is lost, and no operator says so. A witness, which keeps no shard, tells the side that goes on. A job
+/// with one server and a witness, and a wish for witnesses alone, are refused.
 #[test]
 fn a_witness_decides_which_of_two_servers_goes_on() {
-    let train = replicated(1, 1, &[]).endless().args(["--deadline-s", "15"]);
+    let train = replicated(1, &[]).args(["--deadline-s", "15"]);
     let train =
         train.allow("still waiting for a server").allow("not given up yet").allow("cannot be changed yet");
     let mut servers = server::servers(2, &ServerOptions::new().allow("cannot be fetched yet"));
@@ -104,30 +85,26 @@ fn a_witness_decides_which_of_two_servers_goes_on() {
     assert_eq!(job_status(&left).state_hash, Some(end.state_hash));
 }
 
-/// Some servers are lost with a rank of their host, and a new one takes the place of each.
+/// An operator gives lost servers up. Some are lost with a rank of their host, and new ones take the place of the first.
+/// The last two are not replaced, and one server is left.
 #[test]
 fn servers_of_a_delayed_job_are_lost_one_after_the_other() {
     const A_RUN: u64 = 10;
-    let losses: u64 = soak::pick(3, 100);
+    let losses: u64 = soak::pick(2, 100);
     // A rank that is started again in the middle of a step may send another gradient.
-    let train = replicated(soak::pick(300, 2500), 2, &DELAYED).allow("have other gradients");
-    let expected = undisturbed(&train);
+    let train = replicated(2, &DELAYED).allow("have other gradients");
     let mut random = Random::new();
     for run in 0..losses.div_ceil(A_RUN) {
         let mut servers = server::servers(3, &ServerOptions::new());
         let mut running = start(&train.clone().servers(&server::addresses(&servers)), 2);
         for _ in 0..A_RUN.min(losses - run * A_RUN) {
-            running[0].until_steps(1 + random.below(10));
-            spin(random.part_of(Duration::from_millis(50)));
-            let lost = servers.remove(random.below(3) as usize);
-            let address = lost.address().to_string();
+            let lost = lose_one(&mut servers, &mut running[0], &mut random);
             let new = ServerOptions::new().start();
             let rank = random.below(4) as usize;
-            drop(lost);
             if rank < 2 {
                 drop(running.remove(rank).kill());
             }
-            let said = give_up(&servers[0], &address, &["--add", new.address()]);
+            let said = give_up(&servers[0], &lost, &["--add", new.address()]);
             assert_eq!(said.code, 0, "{said:?}");
             servers.push(new);
             if rank < 2 {
@@ -137,45 +114,70 @@ fn servers_of_a_delayed_job_are_lost_one_after_the_other() {
             }
             until_replicated(&server::addresses(&servers));
         }
-        assert_eq!(Run::of_ranks(running).end.state_hash, expected);
+        while servers.len() > 1 {
+            let lost = lose_one(&mut servers, &mut running[0], &mut random);
+            let said = give_up(&servers[0], &lost, &["--wait"]);
+            assert_eq!(said.code, 0, "{said:?}");
+        }
+        running[0].until_steps(5);
+        assert_eq!(job_status(&server::addresses(&servers)).servers.len(), 1);
+        ends_with_the_same_bits(&train, running);
     }
 }
 
-/// No operator acts. Rank 0 gives up a server that was started again without its state, or was silent, and the job comes back
-/// to it. Then another server dies for good with rank 0, whose next process gives it up.
+/// Kills a server for good, at a random moment some steps later. Returns its address.
+fn lose_one(servers: &mut Vec<Longshored>, rank: &mut Running, random: &mut Random) -> String {
+    rank.until_steps(1 + random.below(10));
+    spin(random.part_of(Duration::from_millis(50)));
+    let lost = servers.remove(random.below(servers.len() as u64) as usize);
+    lost.address().to_string()
+}
+
+/// Counts rank 0's words to another server that the server at `lost` of three is lost.
+fn words_of_loss(servers: &[Longshored], lost: usize) -> usize {
+    let log = servers[(lost + 1) % 3].log();
+    let is_word =
+        |of: &&Value| of["fields"]["lost"].as_str().is_some_and(|of| of.contains(servers[lost].address()));
+    log.iter().filter(is_word).count()
+}
+
+/// Lets ranks train until the job is on all servers.
+fn until_back(addresses: &[String], rank: &mut Running) {
+    while job_status(addresses).servers.len() < addresses.len() {
+        rank.until_steps(1);
+    }
+}
+
+/// No operator acts. Rank 0 gives up a server that was started again without its state, and one that was silent. The job comes
+/// back to both. Then another server dies for good with rank 0, whose next process gives that server up.
 #[test]
 fn a_job_outlives_servers_that_no_operator_speaks_of() {
-    let train = replicated(soak::pick(300, 2500), 2, &DELAYED).args(["--deadline-s", "15"]);
+    let train = replicated(2, &DELAYED).args(["--deadline-s", "15"]);
     let train =
         train.allow("still waiting for a server").allow("not given up yet").allow("cannot be changed yet");
     // At the end rank 0 and a server die together, which may be in the middle of a step.
     let train = train.allow("have other gradients");
-    let expected = undisturbed(&train);
     let mut random = Random::new();
     let mut servers = server::servers(3, &ServerOptions::new().allow("cannot be fetched yet"));
     let addresses = server::addresses(&servers);
     let mut running = start(&train.clone().servers(&addresses), 2);
-    for _ in 0..soak::pick(2, 20) {
+    for _ in 0..soak::pick(1, 20) {
         running[0].until_steps(1 + random.below(10));
         spin(random.part_of(Duration::from_millis(50)));
-        servers[random.below(3) as usize].kill_and_restart();
-        while job_status(&addresses).servers.len() == 3 {
-            running[0].until_steps(1);
-        }
-        while job_status(&addresses).servers.len() < 3 {
-            running[0].until_steps(1);
-        }
+        let at = random.below(3) as usize;
+        let before = words_of_loss(&servers, at);
+        servers[at].kill_and_restart();
+        // The job may be back before the next look at its servers.
+        eventually("a word of its loss", || (words_of_loss(&servers, at) > before).then_some(()));
+        until_back(&addresses, &mut running[0]);
         until_replicated(&addresses);
     }
     // A server is silent, is given up, and answers again with all that it had.
     let at = random.below(3) as usize;
-    let (silent, other) = (&servers[at], &servers[(at + 1) % 3]);
+    let silent = &servers[at];
+    let before = words_of_loss(&servers, at);
     silent.process.stop();
-    let is_lost =
-        |of: &Value| of["fields"]["lost"].as_str().is_some_and(|lost| lost.contains(silent.address()));
-    let count = other.log().iter().filter(|of| is_lost(of)).count();
-    let given_up = || (other.log().iter().filter(|of| is_lost(of)).count() > count).then_some(());
-    eventually("a word of its loss", given_up);
+    eventually("a word of its loss", || (words_of_loss(&servers, at) > before).then_some(()));
     // Rank 0 ends the job there, or its next plan begins the job anew first.
     let ended = |of: &&Value| {
         ["this server has left the job", "job opened"].iter().any(|said| of["fields"]["message"] == *said)
@@ -185,24 +187,21 @@ fn a_job_outlives_servers_that_no_operator_speaks_of() {
     eventually("the end of the job there", || {
         (silent.log().iter().filter(ended).count() > before).then_some(())
     });
-    while job_status(&addresses).servers.len() < 3 {
-        running[0].until_steps(1);
-    }
+    until_back(&addresses, &mut running[0]);
     until_replicated(&addresses);
     drop(servers.remove(random.below(3) as usize));
     drop(running.remove(0).kill());
-    let train = train.servers(&addresses).args(["--replicas", "2"]);
-    running.insert(0, train.start_with(["--rank", "0"]));
+    let again = train.clone().servers(&addresses).args(["--replicas", "2"]);
+    running.insert(0, again.start_with(["--rank", "0"]));
     running[0].until_steps(5);
     assert_eq!(job_status(&server::addresses(&servers)).servers.len(), 2);
-    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
+    ends_with_the_same_bits(&train, running);
 }
 
 /// A wish moves owners and replicas, and drops the replicas where one server is left.
 #[test]
 fn servers_of_a_replicated_job_come_and_go() {
-    let train = replicated(STEPS, 1, &[]);
-    let expected = train.undisturbed().hash;
+    let train = replicated(1, &[]);
     let servers = server::servers(4, &ServerOptions::new());
     let addresses = server::addresses(&servers);
     let mut running = start(&train.clone().servers(&addresses[..2]), 1);
@@ -210,11 +209,10 @@ fn servers_of_a_replicated_job_come_and_go() {
     for to in [&addresses[..4], &addresses[1..4], &addresses[2..3], &addresses[..2]] {
         let wish =
             ["scale", "--job", "default", "--servers", &addresses.join(","), "--to", &to.join(","), "--wait"];
-        let said = longshore(wish);
-        assert_eq!(said.code, 0, "{said:?}");
+        done(wish);
         assert_eq!(job_status(to).servers.len(), to.len());
     }
-    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
+    ends_with_the_same_bits(&train, running);
 }
 
 /// Flips a bit of master weights in a server's memory, while the only rank is stopped.
@@ -275,29 +273,26 @@ fn places(memory: &File, range: std::ops::Range<u64>, bytes: &[u8]) -> Vec<u64> 
     (0..found.len()).step_by(4).filter(at).map(|at| range.start + at as u64).collect()
 }
 
-/// A bit flips in a server's memory between two steps, and later one on the other server. Each is found and named, and the
-/// shard gets a second holder again.
+/// A bit flips in a server's memory between two steps. The log and the metrics name it, and the shard gets a second holder
+/// again. The engine's tests flip bits of any shard.
 #[test]
 fn a_delayed_job_outlives_flipped_bits() {
-    let train = replicated(STEPS, 2, &DELAYED).allow("has flipped");
-    let expected = undisturbed(&train);
+    let train = replicated(2, &DELAYED).allow("has flipped");
     let mut random = Random::new();
     let options = ServerOptions::new().allow("has flipped").args(http::FLAGS);
     let servers = server::servers(2, &options);
     let addresses = server::addresses(&servers);
     let mut running = start(&train.clone().servers(&addresses), 2);
-    for (of, server) in servers.iter().enumerate() {
-        running[0].until_steps(1 + random.below(10));
-        flip_a_bit(&servers, of, &mut running[0], &mut random);
-        running[0].until_steps(10);
-        until_replicated(&addresses);
-        let log = server.process.stderr();
-        assert!(log.contains("has flipped in this server's memory") && log.contains("of shard "), "{log}");
-        let metrics = http::metrics(&http::address(server));
-        let value =
-            |name: &str| metrics.iter().find(|(key, _)| key.starts_with(name)).map(|(_, value)| *value);
-        assert_eq!(value("longshore_job_broken_shards_total"), Some(1.0));
-        assert_eq!(value("longshore_job_unreplicated_shards"), Some(0.0));
-    }
-    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
+    running[0].until_steps(1 + random.below(10));
+    let of = random.below(2) as usize;
+    flip_a_bit(&servers, of, &mut running[0], &mut random);
+    running[0].until_steps(10);
+    until_replicated(&addresses);
+    let log = servers[of].process.stderr();
+    assert!(log.contains("has flipped in this server's memory") && log.contains("of shard "), "{log}");
+    let metrics = http::metrics(&http::address(&servers[of]));
+    let value = |name: &str| metrics.iter().find(|(key, _)| key.starts_with(name)).map(|(_, value)| *value);
+    assert_eq!(value("longshore_job_broken_shards_total"), Some(1.0));
+    assert_eq!(value("longshore_job_unreplicated_shards"), Some(0.0));
+    ends_with_the_same_bits(&train, running);
 }
