@@ -1,4 +1,4 @@
-//! A TCP proxy in front of a server. A test sets the network's rate and lag, or stops it.
+//! A TCP proxy in front of a server. A test sets the network's rate, or ends it.
 
 use std::{
     io::{Read, Write},
@@ -6,7 +6,6 @@ use std::{
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
-        mpsc,
     },
     thread,
     time::{Duration, Instant},
@@ -16,7 +15,7 @@ use crate::{process::DEADLINE, server::Longshored};
 
 /// Bytes passed on at once: few compared with a push, so a slow network is slow throughout.
 const PIECE_BYTES: usize = 8 * 1024;
-/// Interval at which a stopped network checks whether it has been restarted.
+/// Interval at which a test looks at the bytes passed.
 const POLL: Duration = Duration::from_millis(2);
 
 /// A proxy. Drop ends it and every connection through it.
@@ -30,19 +29,12 @@ struct Line {
     target: String,
     /// Bytes a second towards the server; 0 means no limit.
     rate: AtomicU64,
-    /// Delay of bytes towards the server, in microseconds.
-    lag: AtomicU64,
     /// Bytes passed on towards the server so far.
     passed: AtomicU64,
     /// The instant at which the line has sent all bytes accepted so far.
     busy_until: Mutex<Instant>,
-    /// Towards the server, and back.
-    stopped: [AtomicBool; 2],
     ended: AtomicBool,
 }
-
-/// The instant at which a piece is due, and its bytes.
-type Piece = (Instant, Vec<u8>);
 
 impl Proxy {
     pub fn before(server: &Longshored) -> Proxy {
@@ -51,10 +43,8 @@ impl Proxy {
         let line = Arc::new(Line {
             target: server.address().to_string(),
             rate: AtomicU64::new(0),
-            lag: AtomicU64::new(0),
             passed: AtomicU64::new(0),
             busy_until: Mutex::new(Instant::now()),
-            stopped: Default::default(),
             ended: AtomicBool::new(false),
         });
         let accepting = Arc::clone(&line);
@@ -76,25 +66,6 @@ impl Proxy {
     /// Limits the bytes a second towards the server, over all connections together; 0 means no limit.
     pub fn slow_to(&self, rate: u64) {
         self.line.rate.store(rate, Relaxed);
-    }
-
-    /// Sets the delay of bytes towards the server.
-    pub fn lag(&self, lag: Duration) {
-        self.line.lag.store(lag.as_micros() as u64, Relaxed);
-    }
-
-    /// Stops both directions. Connections stay open.
-    pub fn stop(&self) {
-        self.stop_ways([true, true]);
-    }
-
-    /// Stops the way towards the server, the way back, or both.
-    pub fn stop_ways(&self, ways: [bool; 2]) {
-        self.line.stopped.iter().zip(ways).for_each(|(stopped, stop)| stopped.store(stop, Relaxed));
-    }
-
-    pub fn go_on(&self) {
-        self.stop_ways([false, false]);
     }
 
     /// Waits until `bytes` more bytes have gone towards the server.
@@ -124,44 +95,27 @@ impl Line {
         let Ok(server) = TcpStream::connect(&self.target) else { return };
         let _ = (worker.set_nodelay(true), server.set_nodelay(true));
         for (from, to, forth) in [(&worker, &server, true), (&server, &worker, false)] {
-            let copies = (from.try_clone(), from.try_clone(), to.try_clone());
-            let (Ok(mut source), Ok(from), Ok(to)) = copies else { return };
-            let (under_way, pieces) = mpsc::channel();
-            let (taking, delivering) = (Arc::clone(self), Arc::clone(self));
-            thread::spawn(move || taking.take(&mut source, &under_way, forth));
+            let (Ok(from), Ok(to)) = (from.try_clone(), to.try_clone()) else { return };
+            let line = Arc::clone(self);
             thread::spawn(move || {
-                delivering.deliver(&to, &pieces, forth);
+                line.pass(&from, &to, forth);
                 let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
             });
         }
     }
 
-    /// Reads bytes from a connection until its end, or until the receiver of `under_way` is gone.
-    fn take(&self, from: &mut TcpStream, under_way: &mpsc::Sender<Piece>, forth: bool) {
+    /// Passes bytes on until the end of either connection.
+    fn pass(&self, mut from: &TcpStream, mut to: &TcpStream, forth: bool) {
         let mut piece = [0; PIECE_BYTES];
         while let Ok(count @ 1..) = from.read(&mut piece) {
-            let mut due = Instant::now();
             if forth {
                 self.take_turn(count as u64);
-                due += Duration::from_micros(self.lag.load(Relaxed));
             }
-            if under_way.send((due, piece[..count].to_vec())).is_err() {
-                return;
-            }
-        }
-    }
-
-    fn deliver(&self, mut to: &TcpStream, pieces: &mpsc::Receiver<Piece>, forth: bool) {
-        for (due, piece) in pieces {
-            thread::sleep(due.saturating_duration_since(Instant::now()));
-            while self.stopped[usize::from(!forth)].load(Relaxed) && !self.ended.load(Relaxed) {
-                thread::sleep(POLL);
-            }
-            if self.ended.load(Relaxed) || to.write_all(&piece).is_err() {
+            if self.ended.load(Relaxed) || to.write_all(&piece[..count]).is_err() {
                 return;
             }
             if forth {
-                self.passed.fetch_add(piece.len() as u64, Relaxed);
+                self.passed.fetch_add(count as u64, Relaxed);
             }
         }
     }

@@ -1,13 +1,11 @@
-//! A job's servers change while its ranks train, and the weights are those of an undisturbed run.
+//! A job's servers change while its ranks train, and the weights are those of an undisturbed run. The simulation has
+//! changes at any moment with kills and cut links, and the engine's tests have moves of all tiers at any step. Here
+//! commands, RPCs between servers, and memory and space that become free are real.
 
-use std::{
-    fs,
-    thread::{self, sleep},
-    time::Duration,
-};
+use std::{fs, thread, time::Duration};
 
 use longshore_tests::{
-    command::{Output, longshore},
+    command::{Output, done, longshore},
     conformance::cluster::eventually,
     http::{self, FLAGS},
     process::DEADLINE,
@@ -16,7 +14,7 @@ use longshore_tests::{
     server::{self, Longshored, ServerOptions},
     soak,
     status::{job_status, status},
-    train::{Run, Running, Train},
+    train::{Running, Train},
 };
 use tempfile::TempDir;
 
@@ -64,7 +62,15 @@ fn scale(servers: &[Longshored], to: &[&Longshored], more: &[&str]) -> Output {
     longshore([&asked[..], more].concat())
 }
 
-/// The weights of a training on 2, then 4, then 3 servers are those of the same training on one.
+#[track_caller]
+fn must_scale(servers: &[Longshored], to: &[&Longshored], more: &[&str]) -> Output {
+    let output = scale(servers, to, more);
+    assert_eq!(output.code, 0, "{output:?}");
+    output
+}
+
+/// The weights of a training on 2, then 4, then 3 servers are those of the same training on one. Memory of shards that
+/// have moved is free, and a checkpoint of four servers is restored on three.
 fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
     let train = endless(more).args(["--world-size", &ranks.to_string()]);
     let (checkpoints, homes) = (TempDir::new().unwrap(), Homes::new());
@@ -75,8 +81,7 @@ fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
     running.until_step(3);
     let before = job_status(&addresses[..2]).servers[0].memory_bytes;
     let [a, b, c, d] = [0, 1, 2, 3].map(|server| &servers[server]);
-    let done = scale(&servers[..2], &[a, b, c, d], &["--wait"]);
-    assert_eq!(done.code, 0, "{done:?}");
+    must_scale(&servers[..2], &[a, b, c, d], &["--wait"]);
     running.until_steps(8);
     let after = job_status(&addresses);
     assert_eq!(after.servers.len(), 4, "every server takes part");
@@ -84,14 +89,11 @@ fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
     // Where all lies on drives, shards share what they take in memory.
     let is_freed = memory < before || !flags.is_empty();
     assert!(is_freed, "memory of shards that have moved is free: {memory} of {before}");
-    let written = longshore(["checkpoint", "--name", "moved", "--servers", &addresses.join(",")]);
-    assert_eq!(written.code, 0, "{written:?}");
-    let done = scale(&servers[..1], &[a, b, c], &["--wait"]);
-    assert_eq!(done.code, 0, "{done:?}");
+    done(["checkpoint", "--name", "moved", "--servers", &addresses.join(",")]);
+    must_scale(&servers[..1], &[a, b, c], &["--wait"]);
     let other = server::servers(3, &options);
     let other = server::addresses(&other).join(",");
-    let restored = longshore(["restore", "--job", "default", "--name", "moved", "--servers", &other]);
-    assert_eq!(restored.code, 0, "{restored:?}");
+    done(["restore", "--job", "default", "--name", "moved", "--servers", &other]);
     ends_with_the_same_bits(&train, running);
 }
 
@@ -137,29 +139,22 @@ fn a_server_is_cleared_of_all_jobs_that_may_leave_it() {
 /// A job whose ranks have ended moves too, and continues from the same bits on the new servers alone.
 #[test]
 fn a_job_without_ranks_moves() {
-    let cases = [("memory", &[][..]), ("nvme", &["--delay", "1"]), ("shm", &["--delay", "1"])];
     thread::scope(|scope| {
-        for (tier, more) in cases {
-            scope.spawn(move || move_without_ranks(tier, more));
-        }
+        scope.spawn(|| move_without_ranks("memory", &[]));
+        move_without_ranks("nvme", &["--delay", "1"]);
     });
 }
 
 fn move_without_ranks(tier: &str, more: &[&str]) {
     let homes = Homes::new();
-    let train = Train::new(40).args(["--layers", "3"]).args(more);
-    let expected = train.undisturbed().hash;
-    let train = train.args(["--tier", tier]);
+    let base = endless(more);
+    let train = base.clone().args(["--tier", tier]);
     let mut servers = server::servers(4, &homes.options());
     let addresses = server::addresses(&servers);
     let mut running = train.clone().servers(&addresses[..2]).start();
-    running.until_step(12);
+    running.until_step(5);
     drop(running.kill());
-    // The second server gives shards to the new ones.
-    let moved = scale(&servers[..2], &[&servers[1], &servers[2], &servers[3]], &[]);
-    assert_eq!(moved.code, 0, "{tier}: {moved:?}");
-    let moved = scale(&servers[1..2], &[&servers[2], &servers[3]], &["--wait"]);
-    assert_eq!(moved.code, 0, "{tier}: {moved:?}");
+    must_scale(&servers[..2], &[&servers[2], &servers[3]], &["--wait"]);
     eventually("the end on the others", || status(&addresses[..2]).is_empty().then_some(()));
     let shown = longshore(["status", "--servers", &addresses[2..].join(",")]);
     assert!(shown.code == 0 && !shown.stdout.contains("moves to"), "{tier}: {shown:?}");
@@ -170,71 +165,61 @@ fn move_without_ranks(tier: &str, more: &[&str]) {
         eventually("the recovery of both", || (longshore(asked).code == 0).then_some(()));
     }
     // Servers that the job has left need not run, also where they are listed.
-    let run = train.servers(&addresses).start().finish();
-    assert_eq!(run.end.state_hash, expected, "{tier}");
+    let mut running = train.servers(&addresses).start();
+    running.until_steps(3);
+    ends_with_the_same_bits(&base, running);
     // Commands of operators reach the job's other servers, and ask none that it has left.
     let (one, exported) = (["--servers", &addresses[2], "--job", "default"], TempDir::new().unwrap());
-    let done = longshore([&["export", "--out", exported.path().to_str().unwrap()][..], &one].concat());
-    assert_eq!(done.code, 0, "{tier}: {done:?}");
-    let done = longshore([&["delete"][..], &one].concat());
-    assert_eq!(done.code, 0, "{tier}: {done:?}");
+    done([&["export", "--out", exported.path().to_str().unwrap()][..], &one].concat());
+    done([&["delete"][..], &one].concat());
     assert_eq!(status(&addresses[2..]).len(), 0, "{tier}");
 }
 
 /// A job outgrows its memory: it moves to drives while it trains, a server there dies meanwhile, and it moves back.
 #[test]
 fn a_job_changes_its_tier_while_it_trains() {
-    change_tier(1, "nvme", &[]);
-    change_tier(2, "nvme", &DELAYED);
-}
-
-fn change_tier(ranks: usize, tier: &str, more: &[&str]) {
     let (checkpoints, homes) = (TempDir::new().unwrap(), Homes::new());
-    let train = endless(more).args(["--world-size", &ranks.to_string()]).allow("job default is on");
+    let train = endless(&DELAYED).allow("job default is on");
     let options = homes.options().checkpoint_dir(checkpoints.path());
     let mut servers = server::servers(5, &options.allow("stepping back to the version before"));
     let addresses = server::addresses(&servers);
-    let scale = |from: usize, to: &[usize], more: &[&str]| {
+    // Numbers of servers, since processes are replaced meanwhile.
+    let asked = |from: usize, to: &[usize], more: &[&str]| {
         let to: Vec<&str> = to.iter().map(|&server| &*addresses[server]).collect();
         let asked = ["scale", "--job", "default", "--servers", &addresses[from], "--to", &to.join(",")];
-        longshore([&asked[..], more].concat())
+        [&asked[..], more].concat().into_iter().map(String::from).collect::<Vec<_>>()
     };
-    let mut running = train.clone().servers(&addresses[..2]).start_ranks(ranks);
-    running[0].until_step(3);
-    let refused = scale(0, &[0, 2], &["--tier", tier]);
-    assert!(refused.code == 1 && refused.stderr.contains(&format!("memory and {tier}")), "{refused:?}");
-    let asked = scale(0, &[2, 3], &["--tier", tier]);
-    assert_eq!(asked.code, 0, "{asked:?}");
+    let mut running = train.clone().servers(&addresses[..2]).start();
+    running.until_step(3);
+    let refused = longshore(asked(0, &[0, 2], &["--tier", "nvme"]));
+    assert!(refused.code == 1 && refused.stderr.contains("memory and nvme"), "{refused:?}");
+    done(asked(0, &[2, 3], &["--tier", "nvme"]));
     let fetched = || {
         let seen = longshore(["status", "--json", "--no-hash", "--servers", &addresses[2..3].join(",")]);
         seen.stdout.contains("\"fetched_shards\":").then_some(())
     };
     eventually("the first shard on its way", fetched);
-    // Ranks live: they send again what was not durable.
+    // The rank lives: it sends again what was not durable.
     servers[2].kill_and_restart();
-    let done = scale(0, &[2, 3], &["--tier", tier, "--wait"]);
-    assert_eq!(done.code, 0, "{done:?}");
+    done(asked(0, &[2, 3], &["--tier", "nvme", "--wait"]));
     eventually("the end on the others", || status(&addresses[..2]).is_empty().then_some(()));
-    // Ranks are started with the tier that the job had first.
-    running.into_iter().for_each(|running| drop(running.kill()));
-    if ranks == 1 {
-        let host = addresses[3].split(':').next().unwrap();
-        let [home, away] = [host, "away"].map(|name| homes.0[0].path().join(name));
-        servers[3].process.kill();
-        fs::rename(&home, &away).unwrap();
-        fs::create_dir(&home).unwrap();
-        servers[3].restart();
-        let (why, _) = train.clone().servers(&addresses[2..4]).args(["--resume"]).start().fails(DEADLINE);
-        assert!(why.contains("is the drive of its --state-dir mounted"), "{why}");
-        servers[3].process.kill();
-        fs::remove_dir_all(&home).unwrap();
-        fs::rename(&away, &home).unwrap();
-    }
+    // The next process is started with the tier that the job had first, and one drive is not mounted.
+    drop(running.kill());
+    let host = addresses[3].split(':').next().unwrap();
+    let [home, away] = [host, "away"].map(|name| homes.0[0].path().join(name));
+    servers[3].process.kill();
+    fs::rename(&home, &away).unwrap();
+    fs::create_dir(&home).unwrap();
+    servers[3].restart();
+    let (why, _) = train.clone().servers(&addresses[2..4]).args(["--resume"]).start().fails(DEADLINE);
+    assert!(why.contains("is the drive of its --state-dir mounted"), "{why}");
+    servers[3].process.kill();
+    fs::remove_dir_all(&home).unwrap();
+    fs::rename(&away, &home).unwrap();
     servers[2..4].iter_mut().for_each(Longshored::kill_and_restart);
     let mut running = train.clone().servers(&addresses[..4]).start();
     running.until_steps(3);
-    let done = scale(2, &[4], &["--tier", "memory", "--wait"]);
-    assert_eq!(done.code, 0, "{done:?}");
+    done(asked(2, &[4], &["--tier", "memory", "--wait"]));
     assert_eq!(job_status(&addresses[4..]).servers[0].disk_bytes, 0);
     ends_with_the_same_bits(&train, running);
 }
@@ -254,8 +239,7 @@ fn a_server_has_another_address() {
         let scale = |to: &[&String]| {
             let to = to.iter().map(|server| server.as_str()).collect::<Vec<_>>().join(",");
             let asked = ["scale", "--job", "default", "--servers", &a, "--to", &to, "--wait"];
-            let done = longshore(asked);
-            assert_eq!(done.code, 0, "{done:?}");
+            done(asked);
         };
         if has_moved {
             scale(&[&a, &before, &c]);
@@ -277,17 +261,14 @@ fn a_wish_is_withdrawn_in_the_middle() {
     let mut running = train.clone().servers(&addresses[..1]).start();
     running.until_step(3);
     let [a, b, c] = [0, 1, 2].map(|server| &servers[server]);
-    let asked = scale(&servers[..1], &[a, b, c], &[]);
-    assert_eq!(asked.code, 0, "{asked:?}");
+    must_scale(&servers[..1], &[a, b, c], &[]);
     eventually("the first shard on its way", || {
         let waits = longshore(["status", "--json", "--no-hash", "--servers", &addresses[1..].join(",")]);
         waits.stdout.contains("\"fetched_shards\":").then_some(())
     });
-    let back = scale(&servers[..1], &[a], &["--wait"]);
-    assert_eq!(back.code, 0, "{back:?}");
+    must_scale(&servers[..1], &[a], &["--wait"]);
     // A wish for the servers that the job is on is fulfilled at once.
-    let here = scale(&servers[..1], &[a], &["--wait"]);
-    assert_eq!(here.code, 0, "{here:?}");
+    must_scale(&servers[..1], &[a], &["--wait"]);
     eventually("the end on the others", || status(&addresses[1..]).is_empty().then_some(()));
     ends_with_the_same_bits(&train, running);
 }
@@ -302,12 +283,10 @@ fn a_job_is_exported_while_its_shards_move() {
     let folder = TempDir::new().unwrap();
     let export = |name: &str| {
         let out = folder.path().join(name).display().to_string();
-        let exported = longshore(["export", "--servers", &addresses.join(","), "--out", &out]);
-        assert_eq!(exported.code, 0, "{name}: {exported:?}");
+        done(["export", "--servers", &addresses.join(","), "--out", &out]);
     };
     for turn in 0..6 {
-        let asked = scale(&servers, &[&servers[turn % 2]], &[]);
-        assert_eq!(asked.code, 0, "{asked:?}");
+        must_scale(&servers, &[&servers[turn % 2]], &[]);
         (0..3).for_each(|again| export(&format!("{turn}-{again}")));
     }
     running.stop();
@@ -325,8 +304,7 @@ fn a_dry_run_moves_nothing() {
     let mut running = endless(&[]).servers(&server::addresses(&servers[..1])).start();
     running.until_step(3);
     let (small, roomy) = (&servers[1], &servers[2]);
-    let planned = scale(&servers[..1], &[&servers[0], roomy], &["--dry-run", "--json"]);
-    assert_eq!(planned.code, 0, "{planned:?}");
+    let planned = must_scale(&servers[..1], &[&servers[0], roomy], &["--dry-run", "--json"]);
     let plan: serde_json::Value = serde_json::from_str(&planned.stdout).expect("JSON");
     let part = |at: usize, key: &str| plan["parts"][at][key].as_u64().expect(key);
     assert_eq!(part(0, "shards"), part(0, "shards_then") + part(1, "shards_then"));
@@ -351,8 +329,7 @@ fn a_dry_run_moves_nothing() {
             && status(&server::addresses(&servers[1..])).is_empty()
     );
     // The memory that a server takes is that of the plan.
-    let done = scale(&servers[..1], &[&servers[0], roomy], &["--wait"]);
-    assert_eq!(done.code, 0, "{done:?}");
+    must_scale(&servers[..1], &[&servers[0], roomy], &["--wait"]);
     let page = http::json(&http::address(&servers[0]), "/status.json");
     let job = &page["jobs"][0];
     assert_eq!(job["members"][1]["shards"].as_u64(), Some(part(1, "shards_then")), "{job}");
@@ -367,25 +344,10 @@ fn servers_come_and_go_while_a_rank_trains() {
     scaled(1, "memory", &[], &[]);
 }
 
-#[test]
-fn servers_with_drives_come_and_go_while_two_ranks_train() {
-    scaled(2, "nvme", &[], &[]);
-}
-
+/// The first change comes during exact steps, and the second one during delayed steps.
 #[test]
 fn servers_with_a_tmpfs_come_and_go_while_two_ranks_train() {
     scaled(2, "shm", &DELAYED, &[]);
-}
-
-#[test]
-fn servers_come_and_go_while_two_ranks_make_delayed_steps() {
-    scaled(2, "memory", &["--delay", "1", "--warmup-steps", "0"], &[]);
-}
-
-/// The first change comes during exact steps, and the second one during delayed steps.
-#[test]
-fn servers_with_drives_come_and_go_while_two_ranks_make_delayed_steps() {
-    scaled(2, "nvme", &DELAYED, &[]);
 }
 
 #[test]
@@ -398,42 +360,26 @@ fn servers_with_images_and_gradients_on_drives_come_and_go() {
     );
 }
 
-/// Shards of a server that leaves go to servers that never had them.
-fn shrinks(tier: &str, more: &[&str], flags: &[&str]) {
-    let train = endless(more);
+/// Shards of a server that leaves go to servers that never had them, and their space on the drive becomes free.
+#[test]
+fn a_job_on_drives_shrinks_to_any_of_its_servers() {
+    let train = endless(&[]);
     let homes = Homes::new();
-    let servers = server::servers(3, &homes.options_with(flags));
+    let servers = server::servers(3, &homes.options());
     let addresses = server::addresses(&servers);
-    let mut running = train.clone().args(["--tier", tier]).servers(&addresses).start();
+    let mut running = train.clone().args(["--tier", "nvme"]).servers(&addresses).start();
     running.until_step(3);
     let mut taken = Vec::new();
     for to in [&[0, 2][..], &[2], &[1, 2]] {
         let to: Vec<&Longshored> = to.iter().map(|&server| &servers[server]).collect();
-        let done = scale(&servers[2..], &to, &["--wait"]);
-        assert_eq!(done.code, 0, "{done:?}");
+        must_scale(&servers[2..], &to, &["--wait"]);
         taken.push(job_status(&addresses[2..]).servers[0].disk_bytes);
     }
+    assert!(taken[0] <= taken[1], "{taken:?}");
     // The space of shards that have left is free some steps later.
     let is_free = || job_status(&addresses[2..]).servers[0].disk_bytes < taken[1];
-    eventually("free space", || (tier != "nvme" || is_free()).then_some(()));
-    assert!(taken[0] <= taken[1], "{taken:?}");
+    eventually("free space", || is_free().then_some(()));
     ends_with_the_same_bits(&train, running);
-}
-
-#[test]
-fn a_job_shrinks_to_any_of_its_servers() {
-    shrinks("memory", &["--delay", "1"], &[]);
-}
-
-#[test]
-fn a_job_on_a_tmpfs_shrinks_to_any_of_its_servers() {
-    shrinks("shm", &[], &[]);
-}
-
-#[test]
-fn a_job_on_drives_shrinks_to_any_of_its_servers() {
-    shrinks("nvme", &[], &[]);
-    shrinks("nvme", &["--delay", "1", "--warmup-steps", "0"], &["--spill", "all", "--storage-buffers", "2"]);
 }
 
 /// A server without memory for any shard is refused by name, and training goes on where it is. A server with less room
@@ -454,8 +400,7 @@ fn a_server_with_little_room_holds_up_no_step() {
     let nowhere = scale(&servers[..1], &[&servers[0], &servers[0]], &[]);
     assert!(nowhere.code == 1 && nowhere.stderr.contains("each once"), "{nowhere:?}");
     let part = |to: &Longshored, key: &str| {
-        let planned = scale(&servers[..1], &[&servers[0], to], &["--dry-run", "--json"]);
-        assert_eq!(planned.code, 0, "{planned:?}");
+        let planned = must_scale(&servers[..1], &[&servers[0], to], &["--dry-run", "--json"]);
         let plan: serde_json::Value = serde_json::from_str(&planned.stdout).expect("JSON");
         plan["parts"][1][key].as_u64().expect(key)
     };
@@ -463,14 +408,14 @@ fn a_server_with_little_room_holds_up_no_step() {
     let memory = part(&servers[2], "takes_bytes") - 1;
     let little = ServerOptions::new().memory(&memory.to_string()).start();
     assert_eq!(part(&little, "shards_then"), even - 1);
-    let done = scale(&servers[..1], &[&servers[0], &little], &["--wait"]);
-    assert_eq!(done.code, 0, "{done:?}");
+    must_scale(&servers[..1], &[&servers[0], &little], &["--wait"]);
     let page = http::json(&http::address(&servers[0]), "/status.json");
     assert_eq!(page["jobs"][0]["members"][1]["shards"].as_u64(), Some(even - 1), "{page}");
     ends_with_the_same_bits(&train, running);
 }
 
-/// Servers whose tier outlives them die at any moment of a change, and come back. Some die with rank 0.
+/// Servers whose tier outlives them die at any moment of a change, and come back. Some die with rank 0. Stores on real
+/// files are what the simulation lacks.
 fn killed_and_scaled(tier: &str, more: &[&str], flags: &[&str]) {
     let (base, mut random) = (endless(more), Random::new());
     let homes = Homes::new();
@@ -486,8 +431,7 @@ fn killed_and_scaled(tier: &str, more: &[&str], flags: &[&str]) {
         let wishes = [vec![0, 1, 2], vec![0, 1], vec![0, 2], vec![0]];
         let wish = &wishes[random.below(4) as usize];
         let to: Vec<&Longshored> = wish.iter().map(|&server| &servers[server]).collect();
-        let asked = scale(&servers[..1], &to, &[]);
-        assert_eq!(asked.code, 0, "{asked:?}");
+        must_scale(&servers[..1], &to, &[]);
         spin(random.part_of(Duration::from_millis(300)));
         let server = random.below(3) as usize;
         if random.below(3) == 0 {
@@ -502,18 +446,8 @@ fn killed_and_scaled(tier: &str, more: &[&str], flags: &[&str]) {
 }
 
 #[test]
-fn servers_on_drives_are_killed_while_servers_come_and_go() {
-    killed_and_scaled("nvme", &[], &[]);
-}
-
-#[test]
 fn servers_with_a_tmpfs_are_killed_while_servers_come_and_go() {
     killed_and_scaled("shm", &DELAYED, &[]);
-}
-
-#[test]
-fn servers_of_a_delayed_job_are_killed_while_servers_come_and_go() {
-    killed_and_scaled("nvme", &DELAYED, &[]);
 }
 
 #[test]
@@ -525,66 +459,6 @@ fn servers_with_all_on_drives_are_killed_while_servers_come_and_go() {
     );
 }
 
-/// Any process of two ranks dies at any moment of a change, and its next one goes on from there.
-#[test]
-fn a_rank_is_killed_while_servers_come_and_go() {
-    let (train, mut random) = (Train::new(120).args(["--layers", "3", "--world-size", "2"]), Random::new());
-    let servers = server::servers(3, &ServerOptions::new());
-    let addresses = server::addresses(&servers);
-    let [a, b, c] = [0, 1, 2].map(|server| &servers[server]);
-    let moving = train.clone().servers(&addresses[..1]);
-    let mut running = moving.start_ranks(2);
-    running[0].until_started();
-    for _ in 0..soak::pick(3, 40) {
-        let choices = [vec![a, b, c], vec![a, b], vec![a, c], vec![a]];
-        let asked = scale(&servers[..1], &choices[random.below(4) as usize], &[]);
-        assert_eq!(asked.code, 0, "{asked:?}");
-        spin(random.part_of(Duration::from_millis(150)));
-        let rank = random.below(2) as usize;
-        let next = moving.start_with(["--rank", &rank.to_string()]);
-        std::mem::replace(&mut running[rank], next).kill();
-    }
-    let alone = server::servers(1, &ServerOptions::new());
-    let expected = Run::of_ranks(train.servers(&server::addresses(&alone)).start_ranks(2)).end.state_hash;
-    assert_eq!(Run::of_ranks(running).end.state_hash, expected);
-}
-
-/// Links of 25 MB/s stop one way or both at any moment of a change, for up to two seconds.
-fn bad_links(lag: Duration, stops: u64, more: &[&str]) {
-    let (base, mut random) = (endless(more), Random::new());
-    let servers = server::servers(3, &ServerOptions::new().allow("cannot be fetched yet"));
-    let links: Vec<Proxy> = servers.iter().map(Proxy::before).collect();
-    links.iter().for_each(|link| (link.slow_to(25 << 20), link.lag(lag)).1);
-    let addresses: Vec<String> = links.iter().map(|link| link.address().to_string()).collect();
-    let train = base.clone().servers(&addresses[..1]).args(["--transport", "tcp"]);
-    let mut running = train.allow("waiting for a server").allow("cannot be").start();
-    running.until_started();
-    for _ in 0..stops {
-        let wishes = [vec![0, 1, 2], vec![0, 1], vec![0, 2], vec![0]];
-        let to: Vec<&str> =
-            wishes[random.below(4) as usize].iter().map(|&of: &usize| &*addresses[of]).collect();
-        let asked = ["scale", "--job", "default", "--servers", &addresses[0], "--to", &to.join(",")];
-        let asked = longshore(asked);
-        assert_eq!(asked.code, 0, "{asked:?}");
-        sleep(random.part_of(Duration::from_millis(500)));
-        let ways = [[true, false], [false, true], [true, true]][random.below(3) as usize];
-        let link = &links[random.below(3) as usize];
-        link.stop_ways(ways);
-        sleep(random.part_of(Duration::from_secs(2)));
-        link.go_on();
-    }
-    links.iter().for_each(|link| link.lag(Duration::ZERO));
-    ends_with_the_same_bits(&base, running);
-}
-
-#[test]
-fn servers_come_and_go_over_links_that_stop_one_way() {
-    bad_links(Duration::from_millis(2), soak::pick(5, 60), &[]);
-    if soak::runs() {
-        bad_links(Duration::from_millis(200), 40, &["--delay", "1"]);
-    }
-}
-
 /// A server that has left a job says where the job is, instead of beginning it anew.
 #[test]
 fn a_server_that_a_job_has_left_may_stop() {
@@ -593,8 +467,7 @@ fn a_server_that_a_job_has_left_may_stop() {
     let train = endless(&[]);
     let mut running = train.clone().servers(&addresses[..1]).start();
     running.until_step(3);
-    let done = scale(&servers[..1], &[&servers[1]], &["--wait"]);
-    assert_eq!(done.code, 0, "{done:?}");
+    must_scale(&servers[..1], &[&servers[1]], &["--wait"]);
     // Each decision is three steps behind the one that every rank knows.
     running.until_steps(10);
     eventually("the end of the job on the server that it left", || {

@@ -174,27 +174,6 @@ fn a_delayed_nvme_job_survives_kills_of_rank_zero_with_a_server() {
     survives(&Case { ranks: 2, victims: Victims::RankZeroWithServer, job: DELAYED, ..CASE });
 }
 
-/// The last step is decided everywhere when a rank dies with a server that had not stored it. The other rank
-/// has no more steps, and must still take the step back instead of waiting for the dead server's part.
-#[test]
-fn the_last_step_survives_kills_of_rank_one_with_a_server() {
-    let job = [DELAYED, &["--micro-steps", "2", "--world-size", "2"]].concat();
-    let known = Train::new(STEPS).args(&job).undisturbed();
-    for victim in [2, 0] {
-        let mut bed = Bed::new("nvme", 3);
-        let train = Train::new(STEPS).args(&job).args(["--tier", "nvme"]).allow("waiting for a server");
-        let train = train.servers(&bed.addresses());
-        let [mut rank0, mut rank1] = [0, 1].map(|rank| start(&train, 2, rank));
-        rank0.until_step(STEPS);
-        bed.servers[victim].process.kill();
-        rank1.process.kill();
-        bed.servers[victim].restart();
-        let again = start(&train, 2, 1);
-        assert_eq!(rank0.finish().end.state_hash, known.hash, "server {victim} was killed");
-        again.done();
-    }
-}
-
 /// Worker and server are one process.
 #[test]
 fn a_delayed_run_with_its_state_on_a_drive_goes_on_by_the_same_command() {
