@@ -76,13 +76,9 @@ fn drains(job: &[&str], told: Told) {
 }
 
 #[test]
-fn a_signal_during_a_delayed_job_loses_nothing() {
-    drains(&["--delay", "1", "--warmup-steps", "5"], Told::Signal);
-}
-
-#[test]
-fn a_signal_during_a_job_of_two_ranks_loses_nothing() {
-    drains(&["--world-size", "2", "--micro-steps", "2"], Told::Signal);
+fn a_signal_during_a_delayed_job_of_two_ranks_loses_nothing() {
+    let job = ["--delay", "1", "--warmup-steps", "5", "--world-size", "2", "--micro-steps", "2"];
+    drains(&job, Told::Signal);
 }
 
 #[test]

@@ -20,7 +20,7 @@ const RANKS: u32 = 16;
 const SLOW: u32 = 7;
 const PARAMS: usize = 12;
 const ELEMENTS: u64 = 1 << 20;
-const STEPS: u64 = 4;
+const STEPS: u64 = 3;
 /// The step in which the slow rank stops.
 const STALLS_IN: u64 = 2;
 

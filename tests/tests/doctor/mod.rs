@@ -117,6 +117,10 @@ fn a_healthy_host_and_cluster_have_nothing_wrong() {
     ];
     let output = doctor(&[], &words);
     let found = findings(&output);
+    let (_, said, _) = &found[&format!("state directory {} speed", drive.path().display())];
+    // The speed itself depends on the machine.
+    assert!(said.contains(" GB/s") || said.contains("not measured"), "{said}");
+    assert_eq!(fs::read_dir(drive.path()).unwrap().count(), 0);
     for part in ["", " port", " trust"].map(|part| format!("server {}{part}", server.address())) {
         assert!(found.get(&part).is_none_or(|(state, ..)| state == "ok"), "{part}: {output:?}");
     }
@@ -248,7 +252,9 @@ fn one_ill_server_hides_no_other() {
     let output = on_server(&format!("{ill},localhost,{}", server.address()), &[]);
     finds(&output, &format!("server {ill} name"), "bad", &["does not resolve"]);
     finds(&output, "server localhost", "bad", &["no port", "host:port"]);
-    assert_eq!(findings(&output)[&format!("server {}", server.address())].0, "ok");
+    let found = findings(&output);
+    assert_eq!(found[&format!("server {}", server.address())].0, "ok");
+    assert!(found.keys().all(|check| !check.ends_with(" speed")), "nothing is measured unasked: {found:?}");
 }
 
 /// Each doctor measures through its own job, which is deleted afterwards.
@@ -268,17 +274,4 @@ fn two_may_measure_the_same_server_at_once() {
     }
     let jobs = longshore(["status", "--no-hash", "--servers", server.address()]);
     assert!(jobs.stdout.contains("no jobs"), "{jobs:?}");
-}
-
-#[test]
-fn the_speed_of_a_state_directory() {
-    let dir = TempDir::new().unwrap();
-    let name = format!("state directory {} speed", dir.path().display());
-    let words = ["--state-dir", &text(dir.path())];
-    assert!(!findings(&doctor(&[], &words)).contains_key(&name));
-    let output = doctor(&[], &[&words[..], &["--speed"]].concat());
-    let (state, said, _) = findings(&output).remove(&name).unwrap_or_else(|| panic!("{output:?}"));
-    // The speed itself depends on the machine.
-    assert!(state != "bad" && (said.contains(" GB/s") || said.contains("not measured")), "{state} {said}");
-    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use longshore_tests::{
-    command::{longshore, longshored},
+    command::{done, longshore, longshored},
     conformance::cluster::eventually,
     server::{ServerOptions, own_addresses},
 };
@@ -29,8 +29,7 @@ fn one_command_makes_a_cluster_that_trains() {
     let root = tempfile::tempdir().unwrap();
     let dir = root.path().join("tls");
     let shown = dir.display().to_string();
-    let made = longshore(["tls", "init", &shown, "--hosts", &hosts()]);
-    assert_eq!(made.code, 0, "{}", made.stderr);
+    let made = done(["tls", "init", &shown, "--hosts", &hosts()]);
     assert!(made.stdout.contains("to each server") && made.stdout.contains("ca.key"), "{}", made.stdout);
     let found = files(&dir);
     assert!(found.len() >= 20, "{found:?}");
@@ -60,7 +59,8 @@ fn one_command_makes_a_cluster_that_trains() {
 
     // Servers of the cluster fetch shards from each other.
     let other = ServerOptions::new().tls(&dir.join("server")).start();
-    let mut running = train(900, &server, &dir.join("worker")).allow("quota.memory").start();
+    let running = train(1, &server, &dir.join("worker")).endless().allow("quota.memory");
+    let mut running = running.start();
     running.until_step(2);
     let to = ["scale", "--job", "default", "--to", other.address(), "--wait"];
     let moved = ask(&server, &dir.join("operator"), &to);
@@ -84,7 +84,7 @@ fn one_command_makes_a_cluster_that_trains() {
     fs::write(&list, unlimited).unwrap();
     let removed = ask(&other, &operator, &[&remove[..], &["--wait"]].concat());
     assert_eq!(removed.code, 0, "{}", removed.stderr);
-    running.finish();
+    running.stop();
 }
 
 #[test]
@@ -93,8 +93,7 @@ fn one_more_identity_is_issued() {
     let path = |name: &str| root.path().join(name).display().to_string();
     let (dir, out) = (path("tls"), path("alice"));
     assert_eq!(longshore(["tls", "init", &dir, "--hosts", &hosts(), "--no-tokens"]).code, 0);
-    let issued = longshore(["tls", "issue", &dir, "--out", &out, "--client", "alice"]);
-    assert_eq!(issued.code, 0, "{}", issued.stderr);
+    done(["tls", "issue", &dir, "--out", &out, "--client", "alice"]);
     let list = root.path().join("tls/server/identities.toml");
     let more = "\n[[identity]]\nname = \"alice\"\nroles = [\"reader\"]\njobs = [\"*\"]\n";
     fs::write(&list, fs::read_to_string(&list).unwrap() + more).unwrap();

@@ -22,9 +22,6 @@ use tokio::runtime::Runtime;
 
 use super::{TOKEN, TOKEN_SHA256, ask, connect, train, version};
 
-/// Enough steps that the job still trains a second after its first steps.
-const STEPS: u64 = 500;
-
 fn taken_up(server: &Longshored) -> usize {
     server.process.stderr().matches("the TLS folder has changed and was taken up").count()
 }
@@ -37,7 +34,7 @@ fn a_certificate_is_rotated_while_a_job_trains() {
     );
     let server = ServerOptions::new().tls(&folders.server()).start();
     let worker = folders.client("worker");
-    let mut running = train(STEPS, &server, &worker).start();
+    let mut running = train(1, &server, &worker).endless().start();
     running.until_step(5);
     // A new authority signs the only valid certificates from then on. The job's connections stay.
     let next = Authority::new();
@@ -48,47 +45,39 @@ fn a_certificate_is_rotated_while_a_job_trains() {
     assert!(ask(&server, &old, &["status"]).stderr.contains("ca.pem does not have"));
     let new = folders.dir("new-reader");
     next.write_client(&new, "reader", Life::Valid);
-    let now = version(&server, &new);
-    assert!(now < STEPS - 5, "the job was over before the certificate was rotated");
-    running.until_step(now + 3);
-    let end = running.finish().end;
+    running.until_step(version(&server, &new) + 3);
+    let end = running.stop();
     // The same bits as without a network.
-    assert_eq!(end.state_hash, Train::new(STEPS).undisturbed().hash);
+    assert_eq!(end.state_hash, Train::new(1).endless().hash_after(end.version));
 }
 
 /// Long enough for a worker to start on a busy host.
 const SHORT: Duration = Duration::from_secs(8);
-/// More steps than any run makes until then.
-const ENDLESS: u64 = 1_000_000;
 const ENDED: &str = "since their certificates have expired";
 
+/// Connections of two jobs begin with certificates that expire soon. One job's folder has the next certificate in time.
 #[test]
 fn connections_end_with_their_certificate_and_go_on_with_the_next() {
-    let both = [identity("worker", &["worker"], &["*"], &[]), identity("reader", &["reader"], &["*"], &[])];
-    let folders = Folders::new(&both.concat());
+    let names = ["worker", "late", "reader"];
+    let roles = names.map(|name| identity(name, &["worker", "reader"], &["*"], &[]));
+    let folders = Folders::new(&roles.concat());
     let server = ServerOptions::new().tls(&folders.server()).start();
-    let (worker, reader) = (folders.client("worker"), folders.client("reader"));
-    folders.authority.write_client(&worker, "worker", Life::For(SHORT));
-    let mut running = train(ENDLESS, &server, &worker).start();
-    running.until_step(5);
-    // Connections begin with the old certificate. The new one is there before the old one expires.
-    folders.authority.write_client(&worker, "worker", Life::Valid);
-    eventually("connections to end", || server.process.stderr().contains(ENDED).then_some(()));
-    running.until_step(version(&server, &reader) + 3);
-}
-
-#[test]
-fn a_worker_whose_certificate_expires_is_told_so() {
-    let folders = Folders::new(&identity("worker", &["worker"], &["*"], &[]));
-    let server = ServerOptions::new().tls(&folders.server()).start();
-    let worker = folders.client("worker");
-    folders.authority.write_client(&worker, "worker", Life::For(SHORT));
+    let [worker, late, reader] = names.map(|name| folders.client(name));
+    for (name, dir) in [("worker", &worker), ("late", &late)] {
+        folders.authority.write_client(dir, name, Life::For(SHORT));
+    }
     // A rank that cannot reach a server gives up at its deadline, or as long again after it.
-    let mut running = train(ENDLESS, &server, &worker).args(["--deadline-s", "3"]).start();
+    let expires = train(1, &server, &late).endless().args(["--job", "late", "--deadline-s", "3"]);
+    let (mut expires, mut running) = (expires.start(), train(1, &server, &worker).endless().start());
+    expires.until_step(5);
     running.until_step(5);
-    let (stderr, _) = running.fails(DEADLINE);
+    folders.authority.write_client(&worker, "worker", Life::Valid);
+    let (stderr, _) = expires.fails(DEADLINE);
     assert!(stderr.contains("the client's certificate has expired"), "{stderr}");
     assert!(server.process.stderr().contains(ENDED));
+    let said = ask(&server, &reader, &["status", "--json", "--job", "default"]);
+    let status: serde_json::Value = serde_json::from_str(&said.stdout).unwrap();
+    running.until_step(status["servers"][0]["version"].as_u64().expect("a version") + 3);
 }
 
 #[test]
@@ -98,7 +87,8 @@ fn a_token_that_is_taken_back_ends_what_it_may() {
     let folders = Folders::new(&both);
     let server = ServerOptions::new().tls(&folders.server()).allow("does not list the owner").start();
     let (token, looking) = (folders.token(TOKEN), folders.client("reader"));
-    let mut running = train(STEPS, &server, &token).start();
+    let training = train(1, &server, &token).endless();
+    let mut running = training.start();
     running.until_step(5);
     folders.list(&reader);
     let (stderr, said) = running.fails(DEADLINE);
@@ -115,8 +105,10 @@ fn a_token_that_is_taken_back_ends_what_it_may() {
     // With the token listed again, training continues from the same step.
     folders.list(&both);
     eventually("the identity to be taken up", || (taken_up(&server) == 2).then_some(()));
-    let end = train(STEPS, &server, &token).run().end;
-    assert_eq!(end.state_hash, Train::new(STEPS).undisturbed().hash);
+    let mut running = training.start();
+    running.until_steps(3);
+    let end = running.stop();
+    assert_eq!(end.state_hash, Train::new(1).endless().hash_after(end.version));
 }
 
 /// Returns a certificate's hash as `openssl x509 -noout -fingerprint -sha256` prints it.
