@@ -1,4 +1,4 @@
-"""Runs the tests of built programs: each in its own process, two for a core at once, since end-to-end tests wait most of the time.
+"""Runs the tests of built programs: each in its own process, three for a core at once, since end-to-end tests wait most of the time.
 
 `tests/run` calls this with the messages of a cargo build. With its own process each test has its time, an abort ends one test, and a failed
 test can run once more by itself. Tests that measure run last, one at a time.
@@ -19,11 +19,13 @@ import threading
 import time
 
 # End-to-end tests that measure CPU time or speed, which tests beside them would change.
-MEASURING = ("bench::", "floods::beside", "large::")
+MEASURING = ("bench::steps_of_servers_that_run_elsewhere", "floods::beside", "large::")
 # End-to-end tests of packages, of the page in a browser, and of large jobs: `--all` or their name runs them.
 ONLY_WITH_ALL = ("chart", "container", "floods::beside", "large", "monitoring", "packages", "page", "slurm")
 # Longer than any test takes on a busy machine. Soak tests take hours.
 DEADLINE = None if "LONGSHORE_SOAK" in os.environ else 900
+# Tests at once for each core: an end-to-end test takes a quarter of a core on the mean.
+TESTS_PER_CORE = 3
 # After more failures than this the build or the machine is at fault, and no test is repeated.
 MOST_REPEATED = 20
 SLOWEST = 20
@@ -148,7 +150,7 @@ def main():
     parser.add_argument("--all", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--name", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--nocapture", action="store_true", help="show the output of tests that pass too")
-    parser.add_argument("--test-threads", type=int, default=2 * os.cpu_count(), help="how many tests run at once")
+    parser.add_argument("--test-threads", type=int, default=TESTS_PER_CORE * os.cpu_count(), help="how many tests run at once")
     parser.add_argument("words", nargs="*", metavar="WORD", help="run those of the chosen tests whose name contains one")
     options = parser.parse_args()
     root = pathlib.Path(__file__).resolve().parent.parent

@@ -55,13 +55,15 @@ const ELSEWHERE: [(&str, &str); 24] = [
 ];
 
 /// Parts of `longshore` lines that are parsed alone, with the reason.
-const NOT_RUN: [(&str, &str); 6] = [
+const NOT_RUN: [(&str, &str); 8] = [
     ("--lost", "needs a server that is lost; replicas.rs runs it beside ranks"),
     ("--wait", "waits until ranks make steps; scale.rs runs it beside them"),
     ("longshore bench", "measures for minutes; bench.rs runs short ones"),
     ("--model", "reads a model's files, as the tests of plan do"),
     ("--hardware", "reads what --probe prints, as bench.rs does"),
     ("--probe", "measures for seconds; bench.rs runs it"),
+    ("--world-size 256", "simulates each GPU for seconds, as a test of plan does with 512"),
+    ("--world-size 512", "simulates each GPU for seconds, as a test of plan does"),
 ];
 
 /// Lines that come before a line with this beginning, since the page takes their result for granted.

@@ -111,8 +111,6 @@ fn commands_without_servers_print_json() {
     objects(&json(&["completions", "fish"]), &["program", "shell", "script"]);
     let bench = ["bench", "update", "--params", "1M", "--rounds", "1", "--filter", "adamw/bf16"];
     objects(&json(&bench), &["bench", "case", "gb_per_s", "limit_gb_per_s", "fraction"]);
-    let steps = ["bench", "step", "--params", "1M", "--rounds", "1", "--steps", "1"];
-    objects(&json(&steps), &["bench", "step_ms", "exposed_ms", "bound_ms", "predicted_ms"]);
     let wire = ["bench", "wire", "--megabytes", "1", "--rounds", "1", "--cases", "push tcp"];
     objects(&json(&wire), &["bench", "case", "gb_per_s", "cpu_s_per_gb"]);
     let storage = ["bench", "storage", "--params", "1M", "--rounds", "1", "--dir", &text(folder.path())];
