@@ -653,7 +653,7 @@ fn each_planted_fault_is_found() {
         Some(names) => names.split(',').any(|name| name == format!("{plant:?}")),
         None => is_soak || quick.contains(plant),
     };
-    for plant in PLANTS.into_iter().filter(is_wanted) {
+    for plant in PLANTS.iter().copied().filter(is_wanted) {
         match find(plant) {
             Some(text) if wanted.is_some() => println!("{plant:?}: {text}"),
             Some(text) => println!("{plant:?}: {}", text.lines().next().unwrap_or_default()),

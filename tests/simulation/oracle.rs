@@ -15,9 +15,20 @@ use longshore_worker::Schedule;
 
 use crate::host::{lock, mix};
 
-/// A fault of the implementation, put where the simulation carries it out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Plant {
+/// Makes the enum of faults, and the list of all of them.
+macro_rules! plants {
+    ($($(#[doc = $text:literal])* $name:ident,)*) => {
+        /// A fault of the implementation, put where the simulation carries it out.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) enum Plant {
+            $($(#[doc = $text])* $name,)*
+        }
+
+        pub(crate) const PLANTS: &[Plant] = &[$(Plant::$name),*];
+    };
+}
+
+plants! {
     /// A chunk is acknowledged and not stored.
     AcknowledgedUnstored,
     /// A commit's origins are not compared.
@@ -87,36 +98,6 @@ impl Plant {
         )
     }
 }
-
-pub(crate) const PLANTS: [Plant; 27] = [
-    Plant::AcknowledgedUnstored,
-    Plant::OriginIgnored,
-    Plant::DurableAtOnce,
-    Plant::FenceForgotten,
-    Plant::FenceAnsweredEarly,
-    Plant::FenceWithoutEffect,
-    Plant::StepBackUnbound,
-    Plant::StepBackWithoutEffect,
-    Plant::JoinAnswersLate,
-    Plant::EqualIncarnations,
-    Plant::PullOfAnyVersion,
-    Plant::PullTooEarly,
-    Plant::StatsTooEarly,
-    Plant::RecordBeforeState,
-    Plant::WatchSkipsCommit,
-    Plant::CommitForgotten,
-    Plant::FetchTooEarly,
-    Plant::FreedAtOnce,
-    Plant::ChangeForgotten,
-    Plant::WorldSizeIgnored,
-    Plant::ReplicaUnawaited,
-    Plant::LentUnawaited,
-    Plant::UnfetchedCounts,
-    Plant::LossForgotten,
-    Plant::LossKept,
-    Plant::OlderUnsent,
-    Plant::PlacementUnkept,
-];
 
 /// A decided version: its number, and who decided it.
 pub(crate) type Decision = (Version, Incarnation);

@@ -2,7 +2,7 @@
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -26,17 +26,13 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 
 impl Cluster {
     pub fn start(servers: usize) -> Cluster {
-        Cluster::start_with(servers, |config| config)
-    }
-
-    pub fn start_with(servers: usize, change: impl Fn(Config) -> Config) -> Cluster {
         let checkpoints = tempfile::tempdir().expect("a temporary folder");
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         let runtime = runtime.expect("a runtime");
         let start = |_| {
             let defaults = Config::default_on(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
             let checkpoint_dir = Some(checkpoints.path().to_owned());
-            let config = change(Config { threads: 2, checkpoint_dir, ..defaults });
+            let config = Config { threads: 2, checkpoint_dir, ..defaults };
             runtime.block_on(Server::start(config)).expect("a server on a free port")
         };
         let servers = (0..servers).map(start).collect();
@@ -67,10 +63,6 @@ impl Cluster {
 
     pub fn checkpoint(&self, job: &str, name: &str) -> PathBuf {
         self.checkpoints.path().join(job).join(name)
-    }
-
-    pub fn checkpoint_dir(&self) -> &Path {
-        self.checkpoints.path()
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use longshore_proto::{Layout, Version};
+use longshore_proto::Version;
 use longshore_worker::{Options, Pipeline, Session, StepOutcome};
 
 use super::{
@@ -143,9 +143,19 @@ pub fn image(session: &Session, version: Version) -> longshore_worker::Result<Ve
     Ok(bytes)
 }
 
+/// Trains the plan with servers and with the reference, and compares both traces.
+#[track_caller]
+pub fn check(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str) -> Trace {
+    let (run, reference) = (train(cluster, model, plan, job), super::reference::train(model, plan));
+    assert_trace(&run, &reference, model, plan, job);
+    run
+}
+
 /// Compares two traces, smallest fields first, and names the first element that differs.
 #[track_caller]
-pub fn assert_same(run: &Trace, reference: &Trace, layout: &Layout, names: &[String]) {
+pub fn assert_trace(run: &Trace, reference: &Trace, model: &dyn Model, plan: &Scenario, job: &str) {
+    let spec = plan.spec(job, model);
+    let layout = spec.validate().expect("a valid spec");
     for (ours, theirs) in run.steps.iter().zip(&reference.steps) {
         assert_eq!(ours, theirs, "a step of the run, and as it must be");
     }
@@ -159,7 +169,7 @@ pub fn assert_same(run: &Trace, reference: &Trace, layout: &Layout, names: &[Str
     for (array, ours, theirs) in arrays {
         assert_eq!(ours.len(), theirs.len(), "{array}");
         let Some(at) = ours.iter().zip(theirs).position(|(a, b)| a != b) else { continue };
-        let param = layout.param_at(at as u64).map_or("padding", |param| &names[param]);
+        let param = layout.param_at(at as u64).map_or("padding", |param| &spec.params[param].name);
         let count = ours.iter().zip(theirs).filter(|(a, b)| a != b).count();
         let (ours, theirs) = (f32::from_bits(ours[at]), f32::from_bits(theirs[at]));
         panic!("{array}: {count} elements differ, first flat {at} in {param}: {ours:e}, must be {theirs:e}");
@@ -170,19 +180,4 @@ pub fn assert_same(run: &Trace, reference: &Trace, layout: &Layout, names: &[Str
         assert!(at.is_none() && ours.len() == theirs.len(), "image of version {version}, byte {at:?}");
     }
     assert_eq!(run.images.len(), reference.images.len(), "images");
-}
-
-/// Trains the plan with servers and with the reference, and compares both traces.
-#[track_caller]
-pub fn check(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str) -> Trace {
-    let (run, reference) = (train(cluster, model, plan, job), super::reference::train(model, plan));
-    assert_trace(&run, &reference, model, plan, job);
-    run
-}
-
-#[track_caller]
-pub fn assert_trace(run: &Trace, reference: &Trace, model: &dyn Model, plan: &Scenario, job: &str) {
-    let spec = plan.spec(job, model);
-    let names: Vec<String> = spec.params.iter().map(|param| param.name.clone()).collect();
-    assert_same(run, reference, &spec.validate().expect("a valid spec"), &names);
 }
