@@ -1,5 +1,5 @@
-//! The simulated hosts: tasks and trainers of all processes, which run one at a time in an order that the seed decides,
-//! and a clock that moves only when nothing can run.
+//! The simulated hosts. Tasks and trainers of all processes run one at a time, in an order that the seed decides. The clock
+//! moves only when nothing can run.
 
 use std::{
     cell::Cell,

@@ -38,8 +38,8 @@ impl Cluster {
         if self.has_replicas() && answer && self.sim.one_in(4) { first.clone() } else { self.members() }
     }
 
-    /// Returns true if the servers of the job are those that an operator wants, and each shard has two holders, at `version`
-    /// if one is named.
+    /// Returns true if the job has the servers of an operator's wish, and each shard has two holders. A `version` is one that
+    /// both holders must have.
     pub(crate) fn is_whole(&self, version: Option<Version>) -> bool {
         let placements = || self.living().filter_map(|(_, server)| server.placement());
         let Some((_, newest)) = placements().max_by_key(|(version, of)| (*version, of.epoch)) else {
@@ -249,8 +249,8 @@ impl Cluster {
         lock(&self.unsaid).insert(number);
         let (leader, begun) = (self.newest(0), sim.now());
         let has_led = |of: &Process| of.began + Duration::from_secs(5) < begun;
-        // No rank ends. But a new rank 0 counts anew for how long the server is silent, and one that has not decided an earlier
-        // loss everywhere still counts that server.
+        // No rank ends. But a new rank 0 counts anew for how long the server is silent. A rank 0 that has not decided an earlier
+        // loss everywhere still counts the earlier server.
         if lock(&self.ranks)[0].last().is_some_and(has_led) && lock(&self.lost).len() == 1 {
             *lock(&self.may_end) = Duration::ZERO;
         }

@@ -229,7 +229,7 @@ impl Cluster {
                 [cluster.newest(rank) != id, !lock(&cluster.operators).is_empty(), cluster.has_changed()];
             let is_late = reasons.iter().filter(|of| **of).count() > 1 || cluster.world_size() != world_size;
             let may_end = cluster.sim.now() < *lock(&cluster.may_end);
-            // A server of a job in two tiers has lost a version together with a rank, and others do not take it back.
+            // In a job of two tiers, a server lost a version with a rank, and others do not step back.
             let is_beyond = |error: &Error| error.to_string().contains("do not take back");
             if ended.as_ref().is_err_and(is_beyond) && cluster.has_drives() {
                 cluster.is_beyond.store(true, Relaxed);

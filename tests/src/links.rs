@@ -1,7 +1,7 @@
 //! Hosts of their own on one machine: network namespaces, and links between them with a rate, a delay and random loss. A
 //! test cuts a link one way and mends it.
 //!
-//! `links.py` carries the packets. It needs root, /dev/net/tun, and the programs `ip` and `nsenter`.
+//! `links.py` carries the packets. The relay needs root, /dev/net/tun, and the programs `ip` and `nsenter`.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -52,7 +52,7 @@ impl Links {
         }
     }
 
-    /// Sets bytes a second of each link, the delay of each way in seconds, and the part of packets that are lost.
+    /// Sets each link's rate in bytes a second, its delay one way in seconds, and the part of lost packets.
     pub fn set(&mut self, rate: f64, delay: f64, loss: f64) {
         for (name, value) in [("rate", rate), ("delay", delay), ("loss", loss)] {
             self.ask(&format!("{name} {value}"));

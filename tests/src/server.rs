@@ -102,7 +102,7 @@ impl ServerOptions {
     }
 }
 
-/// A server process that drop kills. Drop also fails the test if the log has a warning that was not allowed.
+/// A server process, killed on drop. Drop also fails the test if the log has a warning that was not allowed.
 pub struct Longshored {
     options: ServerOptions,
     address: String,

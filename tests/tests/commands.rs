@@ -66,7 +66,7 @@ const NOT_RUN: [(&str, &str); 8] = [
     ("--world-size 512", "simulates each GPU for seconds, as a test of plan does"),
 ];
 
-/// Lines that come before a line with this beginning, since the page takes their result for granted.
+/// Setup of a command by its first words: the page takes the result of these lines for granted.
 const BEFORE: [(&str, &[&str]); 5] = [
     ("longshore checkpoint --job gpt", &[TRAIN_GPT]),
     ("longshore checkpoint --servers host1:7070,host2:7070 --job gpt", &[TRAIN_GPT]),

@@ -1,5 +1,5 @@
-//! A device implemented outside the worker. Its own thread copies with a delay, and a run on it has the bits
-//! of a run on the host.
+//! A device implemented outside the worker, whose own thread copies with a delay. Runs on the device and on the host
+//! have the same bits.
 
 use std::{
     sync::{

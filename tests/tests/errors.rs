@@ -1,5 +1,5 @@
-//! Holds docs/errors.md to the sources: each row's text stands in one, each kind has its gRPC code, and each
-//! error of the worker's library has a row.
+//! Holds docs/errors.md to the sources: each row's text stands in one, and each kind has its gRPC code. Each error
+//! of the worker's library has a row.
 
 use std::{fs, path::Path};
 

@@ -1,5 +1,5 @@
-//! Trainer and servers on hosts of their own, over links of 25 MB/s with 200 ms there and back, where 1 % of all packets are
-//! lost and one way may be cut. The weights are those of an undisturbed run, and waits name the server at the other end.
+//! Trainer and servers are on hosts of their own. Links have 25 MB/s and 200 ms there and back, and
+//! lose 1 % of all packets. A test cuts one way. The weights are those of an undisturbed run, and waits name the server at the other end.
 
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ fn on(links: &Links, host: usize, servers: &[&Longshored], train: &Train) -> Tra
     train.clone().under(&links.on(host)).servers(&servers).allow("waiting for a server")
 }
 
-/// The server's answers are cut off in the middle of training, until the worker names the server that it waits for.
+/// The server's answers are cut off in the middle of training, until the worker names the silent server.
 #[test]
 fn training_outlives_a_link_that_is_cut_one_way() {
     let (train, mut random) = (Train::new(STEPS), Random::new());

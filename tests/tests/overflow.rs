@@ -143,7 +143,7 @@ fn give_up(cluster: &Cluster, model: &Synthetic, job: &str, rank: u32, seen: &mu
 }
 
 /// An operator's command died halfway. Rank 0 or its successor completes it on the other server. Ranks that give up in
-/// the pause start again before the command or after it, and wait for its end too.
+/// the pause start again before or after the command, and wait for its end too.
 #[test]
 fn a_resume_that_reached_one_server_reaches_the_other() {
     let cluster = Cluster::start(2);

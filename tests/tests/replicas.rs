@@ -1,5 +1,5 @@
-//! Shards have two holders: a server that is lost for good takes no step with it, and the weights are those of an
-//! undisturbed run. The simulation loses servers at any moment of a step. Here operators' commands, logs, metrics and
+//! Shards have two holders. A server that is lost for good takes no step with it: the weights are those of an undisturbed
+//! run. The simulation loses servers at any moment of a step. Here operators' commands, logs, metrics and
 //! memory are those of real processes.
 
 use std::{

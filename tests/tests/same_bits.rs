@@ -69,8 +69,8 @@ fn one_rank_has_the_same_bits_on_any_servers() {
     compare(&setups, &[]);
 }
 
-/// Settings that decide which weights a step reads may change during a job's life, as may the length of a
-/// run. The bits then differ from an undisturbed run's, and the run names the settings.
+/// Settings that decide which weights a step reads may change during a job's life. The length of a run may too.
+/// The bits then differ from an undisturbed run's, and the run names the settings.
 #[test]
 fn a_run_that_goes_on_with_other_settings_says_which() {
     const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "3"];

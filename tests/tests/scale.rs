@@ -1,6 +1,5 @@
 //! A job's servers change while its ranks train, and the weights are those of an undisturbed run. The simulation has
-//! changes at any moment with kills and cut links, and the engine's tests have moves of all tiers at any step. Here
-//! commands, RPCs between servers, and memory and space that become free are real.
+//! changes at any moment, with kills and cut links. The engine's tests have moves of all tiers at any step. Here commands, RPCs between servers, and memory and space that become free are real.
 
 use std::{fs, thread, time::Duration};
 
@@ -224,7 +223,7 @@ fn a_job_changes_its_tier_while_it_trains() {
     ends_with_the_same_bits(&train, running);
 }
 
-/// A server that answers at another address is still the one that has its shards, for ranks and for other servers.
+/// A server that answers at another address still has its shards, for ranks and for other servers.
 #[test]
 fn a_server_has_another_address() {
     let (homes, base) = (Homes::new(), endless(&[]));
@@ -360,7 +359,7 @@ fn servers_with_images_and_gradients_on_drives_come_and_go() {
     );
 }
 
-/// Shards of a server that leaves go to servers that never had them, and their space on the drive becomes free.
+/// Shards of a leaving server go to servers that never had them, and their space on the drive becomes free.
 #[test]
 fn a_job_on_drives_shrinks_to_any_of_its_servers() {
     let train = endless(&[]);

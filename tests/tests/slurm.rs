@@ -1,5 +1,5 @@
-//! The Slurm script on a Slurm of one node. A first job ends by itself, a second ends early on a signal and
-//! continues later, and a third has failing workers. Each exit status is the workers'.
+//! The Slurm script on a Slurm of one node. A first job ends by itself. A second ends early on a signal and
+//! continues later. A third has failing workers. Each exit status is the workers'.
 
 use std::{
     fs,

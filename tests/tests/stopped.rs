@@ -93,8 +93,8 @@ fn a_signal_ends_a_run_whose_job_is_paused() {
     }
 }
 
-/// A checkpoint named by the command wins over the newest one, so the same command with --resume would go
-/// back to it.
+/// A checkpoint named by the command wins over the newest one. The same command with --resume would go back to
+/// the named one.
 #[test]
 fn a_run_that_went_on_from_a_named_checkpoint_names_its_newest() {
     let folder = TempDir::new().unwrap();

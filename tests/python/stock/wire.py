@@ -21,8 +21,8 @@ message Status { int32 code = 1; string message = 2; repeated google.protobuf.An
 message ErrorInfo { string reason = 1; string domain = 2; map<string, string> metadata = 3; }
 """
 
-# Seconds for a call, with its repetitions after a broken connection. Longer than the server's 60 s for a request without a deadline, so
-# that the server's own fault comes first, and names the missing rank.
+# Seconds for a call, with its repetitions after a broken connection. The server waits 60 s for a request without a deadline. Its own fault
+# comes first, and names the missing rank.
 DEADLINE = 70
 
 # Statuses from gRPC itself and not from a broken connection: another call would not help.

@@ -80,8 +80,8 @@ impl Server {
         }
     }
 
-    /// Returns true if no state is on its way to this server, and each of its shards has `version`, if one is named. The
-    /// placement is that of `epoch`.
+    /// Returns true if the placement is that of `epoch`, and no state is on its way to this server. A `version` is one that
+    /// each of its shards must have.
     pub(crate) fn has_all(&self, version: Option<Version>, epoch: Epoch) -> bool {
         let instance = self.instance();
         let Some(Instance { machine, owned, state, .. }) = instance.as_ref() else { return false };

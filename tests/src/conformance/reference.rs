@@ -1,5 +1,5 @@
 //! The expected result of a run: one loop without servers. Updates and sums of squares come from the engine's scalar
-//! kernels, which the engine's tests compare with formulas of their own.
+//! kernels. The engine's tests compare these with formulas of their own.
 
 use std::ops::Range;
 

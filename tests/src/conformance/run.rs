@@ -1,5 +1,5 @@
-//! Runs a plan with servers, the worker library and one thread for each rank, and compares the result with
-//! the reference loop.
+//! Runs a plan with servers, the worker library and one thread for each rank. The result is compared with the
+//! reference loop's.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! The worst that the peer of each row of docs/limits.md can do, in every column, within the figures of that table.
+//! Each row of docs/limits.md is a kind of peer. The worst that such a peer can do stays within the row's figures.
 
 use std::{
     fs,
@@ -169,8 +169,8 @@ fn come(bed: &Bed, host: u16, path: &str) -> Vec<Peer> {
     came
 }
 
-/// Takes all connections of an address, half a frame on each, and fills the calls of other addresses with results
-/// that no peer takes.
+/// Takes all connections of an address, with half a frame on each. Calls of other addresses are filled with results that
+/// no peer takes.
 #[test]
 fn a_stranger_is_held_within_its_row() {
     let bed = Bed::new(MOST_CONNECTIONS);

@@ -78,6 +78,7 @@ fn succeeds(_: &str, code: i32) -> bool {
     code == 0
 }
 
+/// The second call finds the first one's checkpoint, or makes it.
 #[test]
 fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
     let kills = soak::pick(2, 60);
@@ -125,6 +126,7 @@ fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_rest
     }
 }
 
+/// The next run makes the last step again.
 #[test]
 fn a_kill_inside_a_step_back_leaves_one_version_or_the_other() {
     let kills = soak::pick(2, 40);

@@ -149,26 +149,31 @@ fn strike(victims: Victims, random: &mut Random, bed: &mut Bed, world: &mut Worl
     }
 }
 
+/// A rank dies in any phase. The next process takes over, and no step that was printed is lost.
 #[test]
 fn a_delayed_job_in_memory_survives_kills_of_either_rank() {
     survives(&Case { tier: "memory", ranks: 2, victims: Victims::Rank, job: DELAYED, ..CASE });
 }
 
+/// A server dies alone. Its files have the last durable version, and the living rank sends the rest again.
 #[test]
 fn an_exact_nvme_job_survives_kills_of_either_server() {
     survives(&CASE);
 }
 
+/// Files alone go on, with lent gradients and spilled images.
 #[test]
 fn a_delayed_nvme_job_with_lent_gradients_and_all_else_on_drives_survives_kills_of_everything() {
     survives(&Case { victims: Victims::All, job: DELAYED, flags: ON_DRIVES, ..CASE });
 }
 
+/// A tmpfs alone goes on, in the middle of a step's micro-steps too.
 #[test]
 fn a_shm_job_survives_kills_of_everything() {
     survives(&Case { tier: "shm", victims: Victims::All, job: &["--micro-steps", "2"], ..CASE });
 }
 
+/// The servers take a step back on real files, while a rank that has read the step lives.
 #[test]
 fn a_delayed_nvme_job_survives_kills_of_rank_zero_with_a_server() {
     survives(&Case { ranks: 2, victims: Victims::RankZeroWithServer, job: DELAYED, ..CASE });

@@ -26,6 +26,7 @@ fn train(steps: u64, tier: &str, bed: &Bed) -> Train {
     train.allow("waiting for a server").servers(&bed.addresses())
 }
 
+/// The error names the server, the job and the step, and the job goes on once the server runs again.
 #[test]
 fn a_server_that_does_not_come_back_is_named_in_time() {
     let mut bed = Bed::new("nvme", 2);
@@ -117,6 +118,7 @@ fn a_rank_that_is_slow_is_waited_for_past_the_deadline() {
     });
 }
 
+/// The error names the rank and the step, with a remedy.
 #[test]
 fn a_rank_that_does_not_come_back_is_named_in_time() {
     let server = ServerOptions::new().start();

@@ -1,5 +1,5 @@
 //! Jobs of 500 million and of 2 billion parameters on a dedicated server, for effects that need this size.
-//! These slow tests run with `--soak`. They print the memory taken (`tests/run --soak large -- --nocapture`).
+//! These slow tests run with `--soak`, and print the memory taken (`tests/run --soak large -- --nocapture`).
 
 use std::{
     env,

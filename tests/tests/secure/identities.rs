@@ -197,8 +197,8 @@ fn audited() -> BTreeSet<String> {
     list.lines().map(str::trim).filter(is_audited).filter_map(path).collect()
 }
 
-/// Checks the audit log: a line for each operator's call, a line for each call refused for its caller, and no
-/// other line of this caller. `jobs` has each call, its job, and whether it was refused.
+/// Checks the caller's lines in the audit log: one for each operator's call and for each call refused for its
+/// caller, and no others. `jobs` has each call, its job, and whether it was refused.
 fn all_is_on_record(server: &Longshored, who: &str, jobs: &[(String, &str, bool)]) {
     let lines = || {
         let of_them = |line: &Value| line["target"] == "audit" && line["fields"]["who"] == who;
