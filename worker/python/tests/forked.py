@@ -6,6 +6,7 @@ so that :class:`subprocess.Popen` can wait for it and kill it.
 """
 
 import ctypes
+import gc
 import json
 import os
 import socket
@@ -144,5 +145,7 @@ if __name__ == "__main__":
         sys.path.append(str(Path(__file__).parent.parent / "examples"))
         for _name in PRELOADED:
             __import__(_name)
+        # Collections of a child, and the package's search for DDP models, would read and write these objects: 0.3 s for each optimizer.
+        gc.freeze()
         _request = _serve(_channel)
     exec(*_become(_request))

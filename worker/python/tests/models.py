@@ -79,7 +79,7 @@ def turn(values: Tensor, turns: Tensor) -> Tensor:
 class Transformer(nn.Module):
     """Many equal blocks of a Llama, with separate embeddings."""
 
-    def __init__(self, depth: int = 16, width: int = 32, words: int = 32, tied: bool = False, casts: bool = True) -> None:
+    def __init__(self, depth: int = 8, width: int = 32, words: int = 32, tied: bool = False, casts: bool = True) -> None:
         super().__init__()
         self.words = words
         self.embed = nn.Embedding(words, width)

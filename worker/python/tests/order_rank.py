@@ -1,7 +1,6 @@
 """A rank of test_order_of_ranks.py, which trains on a simulated accelerator. Starts like a process of torchrun."""
 
 import functools
-import gc
 import itertools
 from typing import Any
 
@@ -121,7 +120,6 @@ def make(way: str, options: dict[str, Any]) -> list[Any]:
     wait: a call of the accelerator, or "tensors"."""
     if not mail:
         mail.append(Mail())
-        gc.freeze()  # imported objects are not scanned each time
     seed, without, part = (options.pop(name, None) for name in ("seed", "without", "part"))
     if without is not None:
         options["written_weights"] = "drop"  # wrong weights would otherwise be found before their use

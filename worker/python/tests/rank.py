@@ -25,22 +25,23 @@ from longshore.distributed import dtensor
 from longshore.transfer.params import Param
 
 STEPS = 6
+#: The inner width of :class:`Placed`.
+WIDTH = 4096
 #: By job: all state, for runs that keep it.
 KEPT: dict[str, dict[str, Any]] = {}
 
 
 class Net(nn.Module):
-    """Large enough that padding to whole blocks is small. Four ranks cannot share the second layer's rows evenly, nor those of a frozen base
-    and its scale."""
+    """Several blocks for each rank. Four ranks cannot share the second layer's rows evenly, nor those of a frozen base and its scale."""
 
     shape = (4, 64)
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(257, 512)
-        self.odd = nn.Linear(512, 2049)
-        self.last = nn.Linear(2049, 512)
-        self.head = nn.Linear(512, 10)
+        self.first = nn.Linear(257, 256)
+        self.odd = nn.Linear(256, 1025)
+        self.last = nn.Linear(1025, 256)
+        self.head = nn.Linear(256, 10)
         self.base = nn.Linear(64, 257).requires_grad_(False)
         self.scale = nn.Parameter(torch.rand(1), requires_grad=False)
 
@@ -60,8 +61,8 @@ class Placed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(64)
-        self.up = nn.Linear(64, 8192)
-        self.down = nn.Linear(8192, 64)
+        self.up = nn.Linear(64, WIDTH)
+        self.down = nn.Linear(WIDTH, 64)
         self.last = nn.LayerNorm(64)
         self.head = nn.Linear(64, 16)
         self.scale = nn.Parameter(torch.rand(3))
@@ -148,7 +149,7 @@ def prepare(way: str, name: str = "net", seed: int = 0, *, alike: bool = False) 
             return model, {}, 0
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         if way == "hybrid":
-            fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1) if param.shape == (8192, 64) else None)
+            fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1) if param.shape == (WIDTH, 64) else None)
             return model, {}, rank
         tensor_parallel(model, mesh["inner"])
         fully_shard(model, mesh=mesh["outer"])

@@ -29,6 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3, "dtype": "fp32"},
 }
 Found = dict[str, list[dict[str, Any]]]
+RANKS = 2
 
 
 def with_deepspeed() -> str:
@@ -36,26 +37,26 @@ def with_deepspeed() -> str:
     return os.pathsep.join(filter(None, (FOLDER, os.environ.get("PYTHONPATH"))))
 
 
-def deepspeed(out: Path, runs: dict[str, tuple[str, dict[str, Any]]], ranks: int) -> Found:
-    """Runs DeepSpeed on this many ranks. Returns each rank's results."""
+def deepspeed(out: Path, runs: dict[str, tuple[str, dict[str, Any]]]) -> Found:
+    """Runs DeepSpeed on the ranks. Returns each one's results."""
     out.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", with_deepspeed())
-        return dict(zip(runs, run(out, list(runs.values()), ranks, "deepspeed_rank.py"), strict=True))
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, Found]:
-    """Returns a folder of checkpoints that this many ranks have written, and their results."""
-    folder = tmp_path_factory.mktemp("deepspeed")
-    runs = {way: ("train", {"folder": str(folder), "name": way, **options}) for way, options in WAYS.items()}
-    return folder, request.param, deepspeed(folder / "found", runs, request.param)
+        return dict(zip(runs, run(out, list(runs.values()), RANKS, "deepspeed_rank.py"), strict=True))
 
 
 @pytest.fixture(scope="module")
-def back(theirs: tuple[Path, int, Found]) -> tuple[dict[str, Any], Found]:
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
+    """Returns a folder of checkpoints that the ranks have written, and their results."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    runs = {way: ("train", {"folder": str(folder), "name": way, **options}) for way, options in WAYS.items()}
+    return folder, deepspeed(folder / "found", runs)
+
+
+@pytest.fixture(scope="module")
+def back(theirs: tuple[Path, Found]) -> tuple[dict[str, Any], Found]:
     """Returns each way's results here, loaded from DeepSpeed and trained on, and DeepSpeed's results from that."""
-    folder, ranks, _ = theirs
+    folder, _ = theirs
     ours: dict[str, Any] = {}
     runs = {}
     for way, options in WAYS.items():
@@ -64,26 +65,26 @@ def back(theirs: tuple[Path, int, Found]) -> tuple[dict[str, Any], Found]:
         checkpoint.load_deepspeed(optimizer, folder / f"{way}-universal")
         optimizer.open()
         come = states(optimizer, model)
-        losses = steps(model, optimizer, ranks, range(STEPS, STEPS + LATER))
+        losses = steps(model, optimizer, range(STEPS, STEPS + LATER))
         checkpoint.save_deepspeed(optimizer, folder / f"{way}-ours")
         gone = states(optimizer, model)
-        after = steps(model, optimizer, ranks, range(STEPS + LATER, STEPS + 2 * LATER))
+        after = steps(model, optimizer, range(STEPS + LATER, STEPS + 2 * LATER))
         ours[way] = {"come": come, "losses": losses, "gone": gone, "after": after}
         runs[way] = ("load", {"folder": str(folder / f"{way}-ours"), **options})
-    return ours, deepspeed(folder / "found again", runs, ranks)
+    return ours, deepspeed(folder / "found again", runs)
 
 
 def model_of(way: str) -> Net:
     return net().to({"fp32": torch.float32, "bf16": torch.bfloat16}[WAYS[way]["dtype"]])
 
 
-def steps(model: Net, optimizer: longshore.AdamW, ranks: int, numbers: range) -> list[list[float]]:
+def steps(model: Net, optimizer: longshore.AdamW, numbers: range) -> list[list[float]]:
     """Returns the losses of each rank's batches, which form one batch here."""
     losses = []
     for step in numbers:
-        of_ranks = [model(step * ranks + rank) for rank in range(ranks)]
+        of_ranks = [model(step * RANKS + rank) for rank in range(RANKS)]
         optimizer.zero_grad()
-        (sum(of_ranks) / ranks).backward()  # type: ignore[union-attr]
+        (sum(of_ranks) / RANKS).backward()  # type: ignore[union-attr]
         optimizer.step()
         losses.append([loss.item() for loss in of_ranks])
     return losses
@@ -113,8 +114,8 @@ def check_close(ours: list[list[float]], ranks: list[dict[str, Any]], way: str) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_deepspeed_has_written_comes_to_the_bit(theirs: tuple[Path, int, Found], back: tuple[dict[str, Any], Found], way: str) -> None:
-    ours, ranks = back[0][way], theirs[2][way]
+def test_what_deepspeed_has_written_comes_to_the_bit(theirs: tuple[Path, Found], back: tuple[dict[str, Any], Found], way: str) -> None:
+    ours, ranks = back[0][way], theirs[1][way]
     for found in ranks:
         check_same_bits(ours["come"], found["state"], STEPS)
     check_close(ours["losses"], ranks, way)
@@ -130,9 +131,9 @@ def test_deepspeed_loads_to_the_bit_what_is_written_for_it(back: tuple[dict[str,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_engine_goes_on_from_deepspeeds_checkpoint(theirs: tuple[Path, int, Found], way: str) -> None:
-    folder, ranks, found = theirs
-    options = config(**{**WAYS[way], "stage": 2}, checkpoint={"load_universal": True}, gradient_accumulation_steps=ranks)
+def test_an_engine_goes_on_from_deepspeeds_checkpoint(theirs: tuple[Path, Found], way: str) -> None:
+    folder, found = theirs
+    options = config(**{**WAYS[way], "stage": 2}, checkpoint={"load_universal": True}, gradient_accumulation_steps=RANKS)
     options["optimizer"]["params"].pop("torch_adam")
     model = model_of(way)
     if "3" not in way:  # stage 3 has frozen weights in pieces
@@ -148,8 +149,8 @@ def test_an_engine_goes_on_from_deepspeeds_checkpoint(theirs: tuple[Path, int, F
     losses: list[list[float]] = []
     for step in range(STEPS, STEPS + LATER):
         losses.append([])
-        for rank in range(ranks):
-            loss = engine(step * ranks + rank)
+        for rank in range(RANKS):
+            loss = engine(step * RANKS + rank)
             engine.backward(loss)
             engine.step()
             losses[-1].append(loss.item())

@@ -16,8 +16,11 @@ import longshore  # noqa: E402
 import longshore.jax  # noqa: E402
 from longshore import errors  # noqa: E402
 
+# Compilations would take most of the time.
+jax.config.update("jax_disable_most_optimizations", True)
+
 Tree = Any
-STEPS = 200
+STEPS = 40
 #: fp32 holds these and their combinations exactly. optax forms bias corrections in fp32: 0.999 is off by 1e-8 there, and the first updates
 #: by 7e-6. Torch and the servers form lr * weight_decay - 1 in fp32: 1 - 1e-7 is off by 2e-8 in each step.
 EXACT = {"b1": 0.875, "b2": 1 - 2**-10, "weight_decay": 2**-4}
@@ -78,12 +81,12 @@ def same_bits(first: Tree, second: Tree) -> bool:
 
 
 def test_two_hundred_steps_agree_with_optax() -> None:
-    ours, state = trained(longshore.jax.adamw(LR, **EXACT))
-    theirs, _ = trained(optax.adamw(LR, **EXACT))
-    assert int(state.count) == STEPS
+    ours, state = trained(longshore.jax.adamw(LR, **EXACT), steps=200)
+    theirs, _ = trained(optax.adamw(LR, **EXACT), steps=200)
+    assert int(state.count) == 200
     assert distance(ours, theirs) < 1e-6
     # With optax's defaults, within the error of its bias corrections.
-    assert distance(trained(longshore.jax.adamw(1e-3))[0], trained(optax.adamw(1e-3))[0]) < 2e-5
+    assert distance(trained(longshore.jax.adamw(1e-3), steps=200)[0], trained(optax.adamw(1e-3), steps=200)[0]) < 2e-5
 
 
 def test_the_client_for_trees_agrees_with_optax_and_keeps_placement() -> None:
@@ -303,10 +306,10 @@ def test_a_rate_for_one_update() -> None:
 
 
 def test_the_example(servers: str, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = 60
+    steps = 20
     losses = zero_offload_jax.main(servers, steps)
     assert losses["exact"] == pytest.approx(losses["optax"], rel=1e-3)
     assert losses["exact, bf16"] == pytest.approx(losses["optax"], rel=0.1)
     assert losses["delayed, bf16"][: steps // 5] == losses["exact, bf16"][: steps // 5]
-    assert losses["delayed, bf16"][-1] < 0.5 * losses["delayed, bf16"][0]
+    assert losses["delayed, bf16"][-1] < 0.8 * losses["delayed, bf16"][0]
     assert "delayed, bf16" in capsys.readouterr().out

@@ -129,7 +129,7 @@ def test_an_import_says_that_another_project_of_the_name_is_installed(tmp_path: 
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "collected"])
 def test_a_server_that_ends_leaves_its_folders_to_the_next(tmp_path: Path, closes: bool) -> None:
-    for turn in range(8):
+    for turn in range(4):
         server = longshore.Server(state_dirs=tmp_path if turn % 2 else str(tmp_path))
         model, _ = pair(Deep, depth=1)
         optimizer = optimizer_of(model, servers=server, job="driven", tier="nvme")

@@ -18,14 +18,14 @@ from longshore import errors
 from longshore.units.residency import Residency
 
 
-@pytest.mark.parametrize(("kind", "units"), [(Deep, 32), (Transformer, 19)])
+@pytest.mark.parametrize(("kind", "units"), [(Deep, 32), (Transformer, 11)])
 @pytest.mark.parametrize("options", [{}, {"delay": 1, "warmup_steps": 2}, {"max_grad_norm": 0.1}], ids=str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_eighth_of_the_weights_is_enough(kind: type[nn.Module], units: int, options: dict[str, Any], transport: str) -> None:
+def test_room_for_few_units_is_enough(kind: type[nn.Module], units: int, options: dict[str, Any], transport: str) -> None:
     whole, cut = pair(kind)
-    sharded = check_in_units(whole, cut, **options, transport=transport)
+    sharded = check_in_units(whole, cut, share=4 / units, **options, transport=transport)
     assert len(sharded.units) == units
-    assert cut.most > weight_bytes(cut) // 16, "the budget is used"
+    assert cut.most > weight_bytes(cut) * 2 / units, "the budget is used"
     assert sharded.peak_weight_bytes <= cut.most
     assert whole.optimizer.flush() == cut.optimizer.flush()
     same(whole, cut)
@@ -82,26 +82,24 @@ def test_what_the_budget_holds_stays() -> None:
     assert sharded.weight_bytes == 0 and sharded.resident == []
 
 
-LAYERS = 32
+LAYERS = 16
 
 
 def test_a_process_holds_what_is_on_its_way() -> None:
     with several(1, memory="1GiB") as servers:
-        model = Deep(LAYERS, 1024)
-        whole = weight_bytes(model)
-        assert whole > 64 << 20
-        unit = whole // LAYERS
+        model = Deep(LAYERS, 768)
+        unit = weight_bytes(model) // LAYERS
         # Gradients of one unit, and three units of weights.
         budget = 4 * unit
         optimizer = optimizer_of(model, servers=servers, job="large", transport="tcp")
         sharded = longshore.shard(model, optimizer, budget)
         fetched = []
-        for step in range(4):
+        for step in range(3):
             before = sharded.fetched_bytes
             train(model, optimizer, steps=1, first=step)
             fetched.append(sharded.fetched_bytes - before)
         # Forward needs every unit. Backward needs all but the first, and the last three have stayed.
-        assert [step / unit for step in fetched] == [2 * LAYERS - 4] * 4
+        assert [step / unit for step in fetched] == [2 * LAYERS - 4] * 3
         assert optimizer._connection is not None
         job = optimizer._connection.job
         held = job.weights_held()

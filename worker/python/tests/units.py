@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import longshore
 
-STEPS = 5
+STEPS = 4
 #: Transports of weights: fetched ahead of their use, or copied from a server's memory at their use.
 TRANSPORTS = "tcp", "memfd"
 
@@ -83,6 +83,8 @@ class Accountant(TorchDispatchMode):
         self.parameters = list(model.parameters())
         #: Gradients that were made and are still referenced.
         self._made: list[weakref.ref[Tensor]] = []
+        #: The parameters' storages by identity, in the block. Tied parameters share one.
+        self._storages: dict[int, torch.UntypedStorage] = {}
         self.most = self.gradients = 0
         for parameter in self.parameters:
             if parameter.requires_grad:
@@ -99,9 +101,19 @@ class Accountant(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             gradients += [tensor for made in self._made if (tensor := made()) is not None]
-            storages = [tensor.untyped_storage() for tensor in [*self.parameters, *gradients]]
-            held = sum({storage.data_ptr(): size for storage in storages if (size := storage.nbytes())}.values())
-        self.most = max(self.most, held)
+            held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in gradients}
+        self.most = max(self.most, sum(held.values()) + sum(storage.nbytes() for storage in self._storages.values()))
+
+    def __enter__(self) -> "Accountant":
+        # A storage changes its size. No parameter gets another storage while it trains.
+        self._storages = self._find_storages()
+        super().__enter__()
+        return self
+
+    def _find_storages(self) -> dict[int, torch.UntypedStorage]:
+        with torch._C.DisableTorchFunctionSubclass():
+            storages = [parameter.untyped_storage() for parameter in self.parameters]
+        return {storage._cdata: storage for storage in storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -112,6 +124,7 @@ class Accountant(TorchDispatchMode):
     def check(self, budget: int) -> None:
         """Checks that weights and gradients stayed within the budget, and that gradients were seen."""
         assert self.gradients > 0
+        assert self._find_storages().keys() == self._storages.keys()
         assert self.most <= budget, f"{self.most} bytes of weights and gradients, budget {budget}"
 
 
