@@ -24,7 +24,7 @@ from longshore import checkpoint
 from longshore.distributed import dtensor
 from longshore.transfer.params import Param
 
-STEPS = 6
+STEPS = 5
 #: The inner width of :class:`Placed`.
 WIDTH = 4096
 #: By job: all state, for runs that keep it.
