@@ -5,7 +5,6 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Server
+from forked import Forked
 from models import distance, pair, same_bits, train
 from torch import nn
 
@@ -420,6 +420,6 @@ def test_the_interpreter_ends_with_an_open_job() -> None:
         "import torch, longshore; m = torch.nn.Linear(3, 3); o = longshore.AdamW(m.named_parameters(), streaming=True);"
         "m(torch.ones(1, 3)).sum().backward(); o.step(); print(o.version)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "1\n"
-    assert done.stderr == ""
+    child = Forked(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.communicate(timeout=60) == ("1\n", "")
+    assert child.returncode == 0

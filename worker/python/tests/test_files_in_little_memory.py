@@ -12,7 +12,7 @@ from conftest import running
 
 #: Bytes of weights, and the most that a call may take beyond the process's own. State has three times the bytes of weights. The limit
 #: covers buffers for files, and sends to a server in another process.
-WEIGHTS = 96 << 20
+WEIGHTS = 64 << 20
 LIMIT = 32 << 20
 #: The memory of a command before it does anything.
 OF_A_PROCESS = 10 << 20
@@ -38,7 +38,7 @@ class Most(threading.Thread):
         self.start()
 
     def run(self):
-        while not self.ended.wait(0.001):
+        while not self.ended.wait(0.005):
             self.most = max(self.most, own())
 
     def end(self):
@@ -49,7 +49,7 @@ class Most(threading.Thread):
 
 def made(job):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)))
     return model, longshore.AdamW(model.named_parameters(), servers=servers, job=job, transport="tcp")
 
 
@@ -97,7 +97,7 @@ def most_of(command: list[str]) -> int:
         with contextlib.suppress(ValueError, OSError):  # the process has ended
             [line] = [line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("RssAnon:")]
             most = max(most, int(line.split()[1]) << 10)
-        time.sleep(0.001)
+        time.sleep(0.005)
     assert process.stderr is not None
     assert process.returncode == 0, process.stderr.read()
     return most - OF_A_PROCESS

@@ -14,7 +14,7 @@ from torch.nn import functional
 import longshore
 
 CLOSE = 1e-6
-STEPS = 200
+STEPS = 60
 
 
 class Experts(nn.Module):
@@ -138,9 +138,7 @@ def test_two_ranks_leave_out_what_neither_has(two_servers: str, streaming: bool)
                 # Existing gradients add up. The mean counts a rank without a gradient as zeros.
                 (reference.loss(2 * step + rank) / 2).backward()
         optimizer.step()
-    # Rounding feeds back over 200 steps: the distance is below 1e-6 with torch's kernels for AMD, and 1.1e-6 with those for Intel. Without
-    # zeros for a rank that lacks a gradient it is 0.09.
-    assert distance(ranks[0], reference) < 2 * CLOSE
+    assert distance(ranks[0], reference) < CLOSE
 
 
 @pytest.mark.parametrize("streaming", [False, True])
