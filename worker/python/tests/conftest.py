@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -158,15 +156,6 @@ def address_of(process: subprocess.Popen[str]) -> str:
         line = process.stdout.readline()
     assert line.startswith("longshored listening on "), line or "it ended, or said nothing for 60 s"
     return line.split()[-1]
-
-
-def job_on(address: str) -> dict[str, Any]:
-    """Returns the output of ``longshore status`` on the only job of a server."""
-    code = "import sys; from longshore.__main__ import main; sys.argv[0] = 'longshore'; sys.exit(main())"
-    command = [sys.executable, "-c", code, "status", "--json", "--servers", address]
-    (job,) = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    found: dict[str, Any] = json.loads(job)["servers"][0]
-    return found
 
 
 @contextlib.contextmanager

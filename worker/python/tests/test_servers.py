@@ -1,6 +1,7 @@
 """Servers as users start them: the commands, certificates, and drives for a server in this process."""
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import units
-from conftest import address_of, job_on, running
+from conftest import address_of, running
 from models import pair, same_bits
 from models import train as steps
 from torch import nn
@@ -165,7 +166,10 @@ def test_parameters_that_deepspeed_offloads_to_a_drive(state: str | None, tmp_pa
         engine.backward(cut.loss(step))
         engine.step()
     server = engine.optimizer._options.server()
-    assert server is not None and job_on(server.address)["spill"] == "all"
+    assert server is not None
+    command = [sys.executable, "-m", "longshore", "status", "--json", "--servers", server.address]
+    status = subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert json.loads(status.stdout)["servers"][0]["spill"] == "all"
     optimizer = longshore.AdamW(whole.named_parameters(), lr=1e-3, weight_decay=0.0, max_grad_norm=1.0, missing_gradients="zeros")
     units.train(whole, optimizer, 2)
     same(whole, cut)

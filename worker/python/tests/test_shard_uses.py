@@ -15,7 +15,7 @@ from models import Graph, Transformer, pair
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from units import Deep, Lora, check_in_units, in_units, optimizer_of, same, train, weight_bytes
+from units import Deep, Lora, Recomputing, check_in_units, in_units, optimizer_of, same, train, weight_bytes
 
 import longshore
 from longshore.units.model import Order, Unit
@@ -61,15 +61,6 @@ def test_activation_checkpointing(way: str) -> None:
         assert of_cut.others == of_whole.others == of_cut.unpacked > 0
         # A model in one piece shows that weights would have been counted.
         assert (of_whole.weights > 0) is (way == "on the host")
-
-
-class Recomputing(Deep):
-    """Recomputes each layer in backward."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = hidden + functional.gelu(checkpoint(layer, hidden, use_reentrant=False))
-        return hidden
 
 
 def test_a_checkpointed_unit_takes_the_room_of_one() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from units import Deep, Lora
+from units import Deep, Lora, Recomputing
 
 import longshore
 from longshore import _longshore, errors
@@ -40,15 +40,6 @@ class LeavesOut(Deep):
     def loss(self, step: int) -> Tensor:
         self.batch = step // RANKS
         return super().loss(step)
-
-
-class Checkpointed(Deep):
-    """Backward recomputes each layer."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            hidden = hidden + functional.gelu(checkpoint(layer, hidden, use_reentrant=False))
-        return hidden
 
 
 class Counted:
@@ -100,7 +91,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "checkpoint": lambda: transformer(use_reentrant=False),
     "reentrant": lambda: transformer(use_reentrant=True),
     "adapters": adapted,
-    "adapters checkpoint": lambda: adapted(Checkpointed),
+    "adapters checkpoint": lambda: adapted(Recomputing),
     "adapters leaves out": lambda: adapted(LeavesOut),
 }
 
