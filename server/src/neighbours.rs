@@ -229,7 +229,7 @@ mod tests {
         }
     }
 
-    /// Of a socket that no process has open, the table names root as the user. Its bytes may still wait to be read.
+    /// The table names root as the user of a socket that no process has open. Its bytes may still wait to be read.
     #[tokio::test]
     async fn a_caller_that_has_hung_up_is_nobody() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

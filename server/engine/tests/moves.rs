@@ -24,7 +24,7 @@ use crate::common::{
 
 const STEPS: u64 = 24;
 const TMPFS: &str = "/dev/shm";
-/// One run in so many has its stores on a real drive, where a flush takes 4 ms. The others have them in a tmpfs.
+/// Runs for each run on a real drive, where a flush takes 4 ms. The others are in a tmpfs.
 const ON_A_DRIVE: u64 = 8;
 /// Bytes of a server's header, and of pages that arrays do not fill.
 const SLACK: u64 = 128 << 10;

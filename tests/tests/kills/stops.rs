@@ -33,7 +33,7 @@ impl Member {
     }
 }
 
-/// One process is stopped, and another one has a slow network. Both end with the name of their successor's join.
+/// A process is stopped, and another has a slow network. Both end with the name of their successor's join.
 #[test]
 fn an_nvme_job_survives_processes_that_wake_after_their_successor() {
     let mut random = Random::new();

@@ -385,7 +385,7 @@ impl Moves {
         }
         let (job, servers) = (self.cluster.job(), &plan.wanted);
         if placement.unreplicated() > 0 && servers.len() > 1 {
-            // One server keeps shards. The rest are witnesses, or lack room.
+            // A single server keeps shards. The rest are witnesses, or lack room.
             self.not_before = Instant::now() + AGAIN;
         } else {
             tracing::info!(%job, ?servers, "the job is on the servers that were asked for");

@@ -263,7 +263,7 @@ fn no_bit_depends_on_the_floating_point_mode_of_the_calling_thread() {
     }
 }
 
-/// One number a rule, from weights, state and image after three steps. If it changes, running jobs would change their
+/// Number of each rule, from weights, state and image after three steps. If it changes, running jobs would change their
 /// weights' bits over an upgrade, and servers of two builds would disagree.
 #[test]
 fn bits_have_not_changed() {
