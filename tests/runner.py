@@ -19,7 +19,7 @@ import threading
 import time
 
 # End-to-end tests that measure CPU time or speed, which tests beside them would change.
-MEASURING = ("bench::steps_of_servers_that_run_elsewhere", "floods::beside", "large::")
+MEASURING = ("bench::", "floods::beside", "large::", "output::a_cluster_is_entered_as_its_entry_says")
 # End-to-end tests of packages, of the page in a browser, and of large jobs: `--all` or their name runs them.
 ONLY_WITH_ALL = ("chart", "container", "floods::beside", "large", "monitoring", "packages", "page", "slurm")
 # Longer than any test takes on a busy machine. Soak tests take hours.
