@@ -356,6 +356,12 @@ impl Session {
         &self.cluster.layout
     }
 
+    /// Addresses of the job's present servers, as ranks dial them. The job may have left servers of this session's options.
+    pub fn servers(&self) -> Vec<String> {
+        let placement = self.cluster.placement();
+        placement.members().map(|server| placement.servers[server.0 as usize].clone()).collect()
+    }
+
     pub fn rank(&self) -> Rank {
         self.cluster.options.rank
     }

@@ -1,6 +1,6 @@
 //! Writes a run's lasting results: checkpoints on the way and at the end, and the export.
 
-use std::{path::PathBuf, time::Duration};
+use std::{collections::BTreeSet, path::PathBuf, time::Duration};
 
 use anyhow::Context;
 use longshore_proto::{Dtype, FaultKind, Version};
@@ -148,7 +148,7 @@ impl<'a> Keeper<'a> {
         let checkpoint = self.last.as_ref().map(|(name, _)| name.clone());
         lines.extend(checkpoint.as_ref().map(|name| self.checkpoint_line(name)));
         let gone = self.is_gone_with_us() && exported.is_none() && checkpoint.is_none();
-        lines.push(self.state_line(gone, version));
+        lines.push(self.state_line(session, gone, version));
         Ok(Kept { export: exported, checkpoint, lines, gone, failure })
     }
 
@@ -198,9 +198,12 @@ impl<'a> Keeper<'a> {
     }
 
     /// Says where a stopped run is, and how to continue.
-    pub(super) fn way_on(&self, version: Version) -> String {
+    pub(super) fn way_on(&self, session: &Session, version: Version) -> String {
         let at = format!("after step {} of {}", version.0, self.settings.flags.steps);
         match &self.last {
+            _ if !self.embedded => {
+                format!("{at}: run the same command again{} to go on", moved_to(session, self.servers))
+            }
             _ if !self.is_gone_with_us() => format!("{at}: run the same command again to go on"),
             Some((name, _)) => {
                 let flag = self.resume_flag(name);
@@ -213,11 +216,11 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    fn state_line(&self, gone: bool, version: Version) -> String {
+    fn state_line(&self, session: &Session, gone: bool, version: Version) -> String {
         let Flags { job, state_dir, shm_dir, tier, .. } = &self.settings.flags;
         let label = "state            ";
         if !self.embedded {
-            let servers = self.servers.join(",");
+            let servers = session.servers().join(",");
             return format!(
                 "{label} job {job} at version {} stays on its servers: `longshore export --servers {servers} --job {job} \
                  --out DIR` writes its weights",
@@ -241,6 +244,14 @@ impl<'a> Keeper<'a> {
         }
         format!("{label} in memory of the embedded server, which ends now: what is named above stays")
     }
+}
+
+/// Names the job's present servers where the job has left servers of this run's flag, or has others besides. A command
+/// with the flag as it was might open the job anew.
+fn moved_to(session: &Session, named: &[String]) -> String {
+    let present = session.servers();
+    let is_same = present.iter().collect::<BTreeSet<_>>() == named.iter().collect();
+    if is_same { String::new() } else { format!(" with --servers {}", present.join(",")) }
 }
 
 /// Returns true if the state ends with an embedded server that keeps it in memory.

@@ -153,7 +153,9 @@ impl<'a> Run<'a> {
             let kept = keeper.finish(pipeline.session(), version, report)?;
             report.ending(&ending, &kept);
             failure = match (kept.failure, stopped) {
-                (None, Some(signal)) => Some(Stopped { signal, said: keeper.way_on(version) }.into()),
+                (None, Some(signal)) => {
+                    Some(Stopped { signal, said: keeper.way_on(pipeline.session(), version) }.into())
+                }
                 (failure, _) => failure,
             };
         }
