@@ -263,16 +263,20 @@ impl Report {
         }
         self.line("");
         self.line(&format!("validation loss   {before}{:.3} nats per byte", ending.validation_loss));
-        self.line(&format!(
-            "time              {:.1} s for {} steps, {:.0} tokens/s, {} skipped",
-            self.started.elapsed().as_secs_f64(),
-            self.done,
-            self.tokens_per_step as f64 * 1e3 / step_ms.max(1e-9),
-            self.skipped
-        ));
-        self.line(&format!(
-            "a step            {step_ms:.1} ms, of which exposed {exposed_ms:.1} ms ({percent:.1}%)"
-        ));
+        let seconds = self.started.elapsed().as_secs_f64();
+        if self.done == 0 {
+            self.line(&format!("time              {seconds:.1} s, without a step"));
+        } else {
+            self.line(&format!(
+                "time              {seconds:.1} s for {} steps, {:.0} tokens/s, {} skipped",
+                self.done,
+                self.tokens_per_step as f64 * 1e3 / step_ms.max(1e-9),
+                self.skipped
+            ));
+            self.line(&format!(
+                "a step            {step_ms:.1} ms, of which exposed {exposed_ms:.1} ms ({percent:.1}%)"
+            ));
+        }
         self.line("where the bytes lived");
         self.line(&format!(
             "  device          {}: peak {}, {budget}",
@@ -288,11 +292,13 @@ impl Report {
             human(ending.server_bytes),
             kept(formats)
         ));
-        self.line(&format!(
-            "  on the wire     {} pushed and {} pulled a step",
-            human(per_step(self.pushed)),
-            human(per_step(self.pulled))
-        ));
+        if self.done > 0 {
+            self.line(&format!(
+                "  on the wire     {} pushed and {} pulled a step",
+                human(per_step(self.pushed)),
+                human(per_step(self.pulled))
+            ));
+        }
         self.line(&format!("state hash        {} at version {}", ending.state_hash, ending.version));
         left.lines.iter().for_each(|line| self.line(line));
         if self.embedded {
