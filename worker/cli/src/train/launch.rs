@@ -86,7 +86,8 @@ fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
 /// The message about the job after a rank's process has failed. An embedded server ends with this process.
 const OWN_SERVER: &str = "The server ended with this run: run the same command again, which goes on from what its state \
                           folder or a checkpoint has, and begins anew without either";
-const OTHERS_SERVERS: &str = "The job is still on its servers: run the same command again to continue";
+const OTHERS_SERVERS: &str =
+    "If the job was opened, its servers still have it: run the same command again to continue";
 
 /// Messages about the job that a run leaves: after a rank's failure, and after a second signal.
 struct Left<'a> {
