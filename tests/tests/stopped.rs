@@ -72,6 +72,22 @@ fn a_second_signal_says_what_is_left() {
     assert!(last.contains("the servers hold the job at its last decided step"), "{stderr}");
 }
 
+/// No step is in hand while a run waits for a server that is not there.
+#[test]
+fn a_signal_before_the_first_step_ends_a_run_at_once() {
+    let mut running = Train::new(1).servers(&["127.0.0.1:1".to_string()]).start();
+    let id = running.process.id();
+    eventually("a caught SIGTERM", || {
+        let status = fs::read_to_string(format!("/proc/{id}/status")).ok()?;
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"))?;
+        let caught = u64::from_str_radix(caught.trim(), 16).ok()?;
+        (caught & 1 << (Signal::TERM.as_raw() - 1) != 0).then_some(())
+    });
+    running.process.terminate();
+    let (code, stderr) = (running.process.code(), running.process.stderr());
+    assert!(code == 143 && stderr.contains("before its first step"), "{code}: {stderr}");
+}
+
 /// The step in hand cannot finish while the job is paused, so a first signal ends the run.
 #[test]
 fn a_signal_ends_a_run_whose_job_is_paused() {

@@ -7,7 +7,13 @@ use longshore_proto::Dtype;
 use longshore_server::config::ByteSize;
 use serde_json::json;
 
-use crate::{access::JobArgs, export, output::Output, sizes::human};
+use crate::{
+    access::JobArgs,
+    export,
+    output::Output,
+    sizes::human,
+    train::{LastWords, Part, Stop},
+};
 
 #[derive(clap::Args)]
 pub(super) struct Args {
@@ -28,6 +34,8 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
+    let said = "before the export was whole: nothing of it is left, and the same command begins it again";
+    Stop::catch(Part::Exports, LastWords { said: said.into(), as_json: out.errors_are_json() })?;
     // Servers that the job is not on yet may get shards during the export.
     let (servers, job) = args.target.connect()?;
     let servers = servers.with_members(&job, &args.target.servers.access)?;

@@ -41,7 +41,7 @@ Exit codes:
   0  done
   1  an error, which the last line on stderr explains; of doctor, inspect and plan also: something is not as it should be
   2  wrong arguments, variables or config file: nothing was tried
-  130, 143  `train` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
+  130, 143  `train` or `export` was stopped by SIGINT or SIGTERM, and the last line on stderr says how to go on";
 
 const HYPER: &str = "leave it out: the trainer has betas of 0.9 and 0.95 and an eps of 1e-8; PyTorch's optimizers take others";
 const SCALER: &str =

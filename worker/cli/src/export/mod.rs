@@ -19,6 +19,7 @@ use longshore_worker::{
     session::{asked_version, export_by, whole},
 };
 
+pub(crate) use self::target::remove_drafts;
 use self::{files::Files, target::Target};
 use crate::{
     output::Output,

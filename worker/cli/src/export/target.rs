@@ -5,6 +5,7 @@ use std::{
     io,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
 };
 
 use longshore_proto::{Fault, FaultKind};
@@ -24,6 +25,17 @@ pub(super) struct Target {
 pub(super) struct Draft {
     target: Target,
     folder: tempfile::TempDir,
+}
+
+/// Folders of this process's drafts. A signal ends the process without drops.
+static DRAFTS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Removes the drafts of this process, which a signal ends.
+pub(crate) fn remove_drafts() {
+    for draft in DRAFTS.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+        // A published draft is at its target, and its name is free.
+        let _ = fs::remove_dir_all(draft);
+    }
 }
 
 impl Draft {
@@ -73,6 +85,7 @@ impl Target {
         let own = fs::Permissions::from_mode(0o700);
         let folder = tempfile::Builder::new().prefix(".export-").permissions(own).tempdir_in(parent);
         let folder = folder.map_err(failed("create", parent))?;
+        DRAFTS.lock().unwrap_or_else(PoisonError::into_inner).push(folder.path().to_path_buf());
         Ok(Draft { target: self, folder })
     }
 

@@ -139,6 +139,7 @@ impl<'a> Run<'a> {
         if self.rank == 0 {
             self.say_when_the_delay_begins(report);
         }
+        self.stop.steps_begin();
         while pipeline.last_step().0 < settings.flags.steps && !self.is_stopped() {
             self.step(&mut pipeline, &mut memory, report)?;
             self.after_step(&mut pipeline, &mut memory, &mut keeper, report)?;

@@ -1,41 +1,47 @@
 //! Signals that end a run. The first lets the current step finish and the results be written; a second ends the
-//! process at once.
+//! process at once. Before the first step, and during an export by command, the first ends it at once.
 
 use std::{
     fmt,
     io::{self, Write},
     sync::{
         Arc,
-        atomic::{AtomicI32, AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering},
     },
     thread,
 };
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use crate::output::fail;
+use crate::{export::remove_drafts, output::fail};
 
 /// Shells report a process that a signal ended by this number plus the signal's.
 pub(super) const SIGNALLED: i32 = 128;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
-    /// Rank 0: decides, so it ends the run. A second signal ends the process at once.
+    /// Rank 0: decides, so it ends the run. A second signal ends the process at once, and before the first step the first
+    /// one.
     Decides,
     /// Started the ranks' processes, and ends once they have.
     Starts,
     /// Started with the other ranks, and ended with them after rank 0. The current step needs this process until
     /// then.
     Follows,
+    /// Exports by command. The first signal ends the process, and removes the unfinished files.
+    Exports,
 }
 
-/// The message of a process that a second signal ends at once.
+/// The message of a process that a signal ends at once.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LastWords {
     /// State of the run, and how to continue.
-    pub(super) said: String,
-    pub(super) as_json: bool,
+    pub(crate) said: String,
+    pub(crate) as_json: bool,
 }
+
+/// How a run goes on that ends before its first step.
+const BEFORE_STEPS: &str = "before its first step: run the same command again";
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Stop(Arc<Heard>);
@@ -45,6 +51,8 @@ struct Heard {
     /// The first signal; 0 before it.
     first: AtomicI32,
     times: AtomicU32,
+    /// True from the run's first step on: its results are written before it ends.
+    makes_steps: AtomicBool,
 }
 
 impl Stop {
@@ -76,10 +84,18 @@ impl Stop {
         let number = kind.as_raw_value();
         let is_first = self.0.first.compare_exchange(0, number, Ordering::AcqRel, Ordering::Acquire).is_ok();
         let times = self.0.times.fetch_add(u32::from(counts), Ordering::AcqRel) + u32::from(counts);
-        if times > 1 && part != Part::Starts {
-            let stopped = Stopped { signal: number, said: words.said.clone() };
+        let is_early = part == Part::Decides && !self.0.makes_steps.load(Ordering::Acquire);
+        let ends = match part {
+            Part::Starts => false,
+            Part::Exports => true,
+            Part::Decides | Part::Follows => times > 1 || is_early,
+        };
+        if ends {
+            let said = if is_early { BEFORE_STEPS.to_string() } else { words.said.clone() };
+            let stopped = Stopped { signal: number, said };
             let mut code = stopped.exit_code();
-            if part == Part::Decides {
+            remove_drafts();
+            if part != Part::Follows {
                 code = fail(&stopped.into(), code, words.as_json);
             }
             std::process::exit(code.into());
@@ -92,6 +108,11 @@ impl Stop {
                 name(number)
             );
         }
+    }
+
+    /// Notes that the run makes steps from now on.
+    pub(super) fn steps_begin(&self) {
+        self.0.makes_steps.store(true, Ordering::Release);
     }
 
     pub(crate) fn asked(&self) -> Option<i32> {
