@@ -60,6 +60,7 @@ fn operators_commands_print_json() {
         &["job", "parameters", "servers", "state_hash", "norm", "last_step"],
     );
     assert_eq!((&status[0]["job"], &status[0]["last_step"]), (&"default".into(), &4.into()));
+    assert_eq!(status[0]["servers"][0]["phase"], "idle");
     let top = objects(&on(&server, &["top"]), &["servers", "jobs"]);
     let job = &top[0]["jobs"][0];
     assert_eq!((&job["job"], &job["state"], &job["version"]), (&"default".into(), &"idle".into(), &4.into()));
@@ -117,6 +118,17 @@ fn commands_without_servers_print_json() {
     objects(&json(&storage), &["bench", "case", "gb_per_s", "step_s"]);
     objects(&longshore(["doctor", "--json"]), &["check", "state", "said", "remedy"]);
     assert_eq!(error(&json(&["inspect", &dir("none")]), 1)["exit_code"], 1);
+}
+
+/// Results that nobody got are a failure, as on a full disk.
+#[test]
+fn a_stdout_that_takes_nothing_is_an_error() {
+    for words in [&["completions", "bash"][..], &["clusters", "--json"], &["--help"]] {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = binaries::command("longshore").args(words).stdout(full).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && said.contains("No space left"), "{words:?}: {said}");
+    }
 }
 
 #[test]

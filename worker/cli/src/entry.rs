@@ -1,6 +1,6 @@
 //! Entry point of `longshore`, for its own binary and for the Python wheel.
 
-use std::ffi::OsString;
+use std::{ffi::OsString, io};
 
 use clap::{CommandFactory, FromArgMatches};
 use longshore_server::config::retired;
@@ -37,7 +37,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             if let Err(fault) = cli.settle(&matches) {
                 return fail(&fault.into(), WRONG_USE, errors_are_json);
             }
-            match cli.run() {
+            match cli.run().and_then(|()| output::check_printed()) {
                 Ok(()) => 0,
                 Err(error) => match error.downcast::<WrongUse>() {
                     Ok(WrongUse(error)) => fail(&error, WRONG_USE, errors_are_json),
@@ -51,11 +51,15 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
         Err(usage) => {
             if errors_are_json && usage.use_stderr() {
                 say_aside!("{}", output::usage(&usage));
-            } else {
-                // If the terminal is gone, the message is lost.
-                let _ = usage.print();
+                return usage.exit_code() as u8;
             }
-            usage.exit_code() as u8
+            match usage.print() {
+                // Help that nobody gets is a failure, unless its reader has seen enough.
+                Err(error) if !usage.use_stderr() && error.kind() != io::ErrorKind::BrokenPipe => {
+                    fail(&error.into(), FAILED, errors_are_json)
+                }
+                _ => usage.exit_code() as u8,
+            }
         }
     }
 }

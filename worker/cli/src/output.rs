@@ -3,21 +3,21 @@
 use std::{
     fmt,
     io::{self, Write},
+    sync::{Mutex, PoisonError},
 };
 
+use anyhow::Context;
 use longshore_proto::{Fault, legible, legible_lines};
 use longshore_worker::error::Error;
 use serde_json::{Value, json};
 
 use crate::servers::Unanswered;
 
-/// Same as `println!`, but a closed stdout is no panic: a reader such as `head` may have seen enough. Characters that
-/// command a terminal are escaped.
+/// Same as `println!` of text whose characters that command a terminal are escaped, without panics. See [`check_printed`].
 macro_rules! say {
-    ($($text:tt)*) => {{
-        use std::io::Write;
-        let _ = writeln!(std::io::stdout(), "{}", longshore_proto::legible_lines(&format!($($text)*)));
-    }};
+    ($($text:tt)*) => {
+        $crate::output::print(&longshore_proto::legible_lines(&format!($($text)*)))
+    };
 }
 
 /// Same as `say!`, on stderr.
@@ -26,6 +26,29 @@ macro_rules! say_aside {
         use std::io::Write;
         let _ = writeln!(std::io::stderr(), "{}", longshore_proto::legible_lines(&format!($($text)*)));
     }};
+}
+
+/// First error of stdout since the program's start or the last [`check_printed`].
+static LOST: Mutex<Option<io::Error>> = Mutex::new(None);
+
+/// Writes a line to stdout. An error does not end the command; [`check_printed`] returns it.
+pub(crate) fn print(line: &str) {
+    let mut stdout = io::stdout().lock();
+    note(writeln!(stdout, "{line}").and_then(|()| stdout.flush()));
+}
+
+fn note(written: io::Result<()>) {
+    let Err(error) = written else { return };
+    // A reader such as `head` may have seen enough.
+    if error.kind() != io::ErrorKind::BrokenPipe {
+        LOST.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+    }
+}
+
+/// Returns the first error of stdout, as of a full disk.
+pub(crate) fn check_printed() -> anyhow::Result<()> {
+    let lost = LOST.lock().unwrap_or_else(PoisonError::into_inner).take();
+    lost.map_or(Ok(()), |error| Err(error).context("the results could not be written to stdout"))
 }
 
 const PLAIN: &str = "ERROR";

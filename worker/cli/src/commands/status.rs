@@ -107,7 +107,7 @@ fn print(job: &str, answers: &Answers, without: &Silent, unhashed: Option<String
         let Some(progress) = &answer.progress else { continue };
         line(&format!(
             "  {address}  {}  version {} ({} applied)  {}  pushed {}  pulled {}  {} x {}",
-            phase(progress),
+            phase(answer),
             progress.version,
             progress.applied,
             human(answer.memory_bytes),

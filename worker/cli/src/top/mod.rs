@@ -43,5 +43,9 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     }
     let object = serde_json::to_value(&view)?;
     out.result(|| object, || once(&view));
+    if !silent.is_empty() {
+        let lead = format!("{} of {} servers did not answer: ", silent.len(), view.servers.len());
+        return Err(Unanswered::new(&lead, &silent).into());
+    }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    io::{self, IsTerminal, Write},
+    io::{self, IsTerminal},
     path::PathBuf,
     time::{Duration, Instant},
 };
@@ -13,7 +13,7 @@ use longshore_worker::pipeline::StepOutcome;
 use serde_json::json;
 
 use super::{plot::plot, settings::Settings, text::Summary};
-use crate::sizes::human;
+use crate::{output::print, sizes::human};
 
 /// The most plain lines of a whole run, so that a log stays readable.
 const PLAIN_LINES: u64 = 40;
@@ -308,17 +308,14 @@ impl Report {
     }
 
     fn json(&self, value: &serde_json::Value) {
-        // A reader that closed the pipe does not stop a training run.
-        let _ = writeln!(io::stdout().lock(), "{value}");
+        print(&value.to_string());
     }
 
     fn line(&self, text: &str) {
         let text = legible_lines(text);
         match &self.output {
             Output::Bar(bar) if !bar.is_finished() => bar.println(text),
-            Output::Bar(_) | Output::Plain => {
-                let _ = writeln!(io::stdout().lock(), "{text}");
-            }
+            Output::Bar(_) | Output::Plain => print(&text),
             Output::Json | Output::Silent => {}
         }
     }

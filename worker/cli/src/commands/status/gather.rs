@@ -14,6 +14,7 @@ use crate::{
     access::ServersArgs,
     servers::{
         Servers, Silent, Unanswered, brief, is_complete, is_not_there, jobs_of, name_silent, no_such_job,
+        standing,
     },
 };
 
@@ -141,9 +142,12 @@ pub(super) fn formats(answer: &v1::DescribeResponse) -> Option<Formats> {
     JobSpec::from_wire(answer.spec.clone()).ok().map(|spec| spec.formats)
 }
 
-pub(super) fn phase(progress: &v1::JobProgress) -> &'static str {
+/// Returns the state of a job on a server in a word, as the page and `top` have it.
+pub(super) fn phase(answer: &v1::DescribeResponse) -> &'static str {
+    let progress = answer.progress.clone().unwrap_or_default();
     match progress.phase() {
         v1::Phase::Loading => "loading",
+        v1::Phase::Training if answer.ranks.iter().all(|rank| standing(rank) != "joined") => "idle",
         v1::Phase::Training => "training",
         v1::Phase::Paused => "paused",
         v1::Phase::Unspecified => "unknown",

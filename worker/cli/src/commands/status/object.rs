@@ -13,7 +13,7 @@ pub(super) fn object(job: &str, answers: &Answers, without: &Silent, last_steps:
         let progress = answer.progress.clone().unwrap_or_default();
         serde_json::json!({
             "address": address,
-            "phase": phase(&progress),
+            "phase": phase(answer),
             "version": progress.version,
             "applied": progress.applied,
             "pause_reason": progress.pause_reason,
