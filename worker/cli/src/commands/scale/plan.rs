@@ -34,6 +34,8 @@ struct Row {
     takes: u64,
     /// Memory that the server has for it. Unknown of a server that the job leaves.
     free: Option<u64>,
+    /// Why a new server's file systems of the job's tier cannot take its shards.
+    lacks: Option<Fault>,
 }
 
 /// A server's shards, and their state.
@@ -109,26 +111,32 @@ impl Plan {
                 need.total()
             };
             let (now, then) = (part(placement, *server), part(&target, *server));
+            let of = free.get(address);
+            let room = of.filter(|_| number(address).is_none()).and_then(|of| of.room);
             rows.push(Row {
                 address: address.clone(),
                 now,
                 then,
                 takes,
-                free: free.get(address).map(|of| of.bytes),
+                free: of.map(|of| of.bytes),
+                lacks: room.filter(|room| gains.len() > *room).and_then(|room| lacks(&spec, address, room)),
             });
         }
         for server in placement.members().filter(|server| !wanted.contains(server)) {
             let address = placement.servers[server.0 as usize].clone();
             let now = part(placement, server);
-            rows.push(Row { address, now, then: Part::default(), takes: 0, free: None });
+            rows.push(Row { address, now, then: Part::default(), takes: 0, free: None, lacks: None });
         }
         let bytes = moves.iter().map(|(shard, _)| state(&spec, &layout, &[*shard])).sum();
         Ok(Plan { shards: moves.len(), bytes, rows })
     }
 
-    /// Refuses a plan that asks a server for more memory than it has.
+    /// Refuses a plan that asks a server for more memory or space than it has.
     pub(super) fn check_fits(&self) -> Result<(), Fault> {
         let Some(row) = self.rows.iter().find(|row| !row.fits()) else { return Ok(()) };
+        if let (true, Some(lacks)) = (row.has_memory(), &row.lacks) {
+            return Err(lacks.clone());
+        }
         let (then, free) = (row.then.shards, row.free.unwrap_or_default());
         let value = format!("{} bytes for {then} shards on {}", row.takes, row.address);
         let remedy = "raise --memory there, name more servers, or delete another job";
@@ -181,11 +189,15 @@ impl Plan {
 
 impl Row {
     fn fits(&self) -> bool {
+        self.has_memory() && self.lacks.is_none()
+    }
+
+    fn has_memory(&self) -> bool {
         self.free.is_none_or(|free| self.takes <= free)
     }
 
     fn text(&self) -> String {
-        let Row { address, now, then, takes, free } = self;
+        let Row { address, now, then, takes, free, .. } = self;
         let takes = match free {
             Some(free) if *takes > 0 => {
                 let fits = if self.fits() { "" } else { ": does not fit" };
@@ -210,6 +222,19 @@ impl Part {
             shards => format!("{shards} shards, {}", human(self.bytes)),
         }
     }
+}
+
+/// Returns the refusal of a server whose file systems have no room for its shards. A server without a folder for the
+/// tier has none. None for tier `memory`, where the bytes decide.
+fn lacks(spec: &JobSpec, address: &str, room: usize) -> Option<Fault> {
+    let (field, flag) = match spec.tier {
+        TierKind::Memory => return None,
+        TierKind::Shm => ("shm_dir", "--shm-dir"),
+        TierKind::Nvme => ("state_dir", "--state-dir"),
+    };
+    let value = format!("room for {room} shards of tier {} on {address}", spec.tier.name());
+    let remedy = format!("start it with {flag}, free space there, or name other servers");
+    Some(Fault::new(FaultKind::Exhausted, field, value, "room for all shards that it would get", remedy))
 }
 
 /// Returns the bytes of these shards' state, which a move transfers.
