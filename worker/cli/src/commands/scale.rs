@@ -123,10 +123,36 @@ impl Seen {
     /// Returns true if no rank is connected with any server, and no server is given up. Ranks move the shards of a lost
     /// server.
     fn is_quiet(&self) -> bool {
-        let is_there = |rank: &v1::RankStatus| rank.watches || !rank.left && !rank.transport.is_empty();
-        let has_lost = self.scaling().any(|scaling| !scaling.lost.is_empty());
-        !has_lost
-            && !self.answers.iter().any(|answer| is_loading(answer) || answer.ranks.iter().any(is_there))
+        !self.has_lost() && !self.answers.iter().any(is_loading) && self.ranks_there().next().is_none()
+    }
+
+    fn has_lost(&self) -> bool {
+        self.scaling().any(|scaling| !scaling.lost.is_empty())
+    }
+
+    fn ranks_there(&self) -> impl Iterator<Item = &v1::RankStatus> {
+        let ranks = self.answers.iter().flat_map(|answer| &answer.ranks);
+        ranks.filter(|rank| rank.watches || !rank.left && !rank.transport.is_empty())
+    }
+
+    /// Returns true if ranks go on with a wish. Another operator's command takes rank 0 too, and watches nothing.
+    fn is_of_ranks(&self) -> bool {
+        self.has_lost()
+            || self.answers.iter().all(is_loading)
+            || self.ranks_there().any(|rank| rank.rank != 0 || rank.watches)
+    }
+
+    /// Returns true if another operator's command may be moving the job without ranks.
+    fn is_moved_by_command(&self) -> bool {
+        !self.is_of_ranks() && self.scaling().any(|scaling| scaling.reached_micros < scaling.asked_micros)
+    }
+
+    /// Returns the refusal of a wish that a later one has replaced. None for the newest wish.
+    fn replaced(&self, flag: &str, asked_micros: u64) -> Option<Fault> {
+        let later = self.scaling().find(|scaling| scaling.asked_micros > asked_micros)?;
+        let value = format!("replaced by a later wish for {}", later.wanted.join(","));
+        let remedy = "ask again where these servers are wanted after all";
+        Some(Fault::new(FaultKind::Conflict, flag, value, "the newest wish", remedy))
     }
 
     /// Returns true if no rank has been connected for some time, as each server of the job says.
@@ -142,6 +168,7 @@ struct Wish {
     job: String,
     servers: Vec<String>,
     asked_micros: u64,
+    request: v1::ScaleRequest,
     plan: Plan,
     /// The job's state when its servers received the scale request.
     before: Seen,
@@ -267,10 +294,11 @@ impl Args {
                 max_exposed: self.max_exposed,
                 tier: self.tier.map_or(0, TierKind::number),
             };
-            let planned = Plan::make(&members, &seen, &request, access).and_then(|plan| {
+            let checked = Plan::make(&members, &seen, &request, access);
+            let request = v1::ScaleRequest { check: false, ..request };
+            let planned = checked.and_then(|plan| {
                 if !self.dry_run {
                     plan.check_fits()?;
-                    let request = v1::ScaleRequest { check: false, ..request };
                     members.each(async |mut admin| admin.scale(request.clone()).await)?;
                     // A server that lives in truth is told too: ranks may listen to it alone.
                     if let Ok((lost, _)) = Servers::reach(&self.lost, access) {
@@ -280,7 +308,9 @@ impl Args {
                 Ok(plan)
             });
             let refused = match planned {
-                Ok(plan) => return Ok(Wish { job, servers: wanted, asked_micros, plan, before: seen }),
+                Ok(plan) => {
+                    return Ok(Wish { job, servers: wanted, asked_micros, request, plan, before: seen });
+                }
                 Err(refused) => refused,
             };
             // A server that is leaving the job may have left it since the look.
@@ -330,9 +360,14 @@ impl Args {
         Ok(())
     }
 
-    /// Moves a job without ranks, and says or awaits the moves of any other job.
+    /// Moves a job without ranks, and says or awaits the moves of any other job. Ranks move the shards of a lost server.
     fn fulfil(&self, wish: &Wish, out: Output) -> anyhow::Result<()> {
-        if self.dry_run || wish.before.is_quiet() && self.move_quiet(wish, out)? {
+        if self.dry_run {
+            return Ok(());
+        }
+        let before = &wish.before;
+        let is_quiet = self.lost.is_empty() && (before.is_quiet() || before.is_moved_by_command());
+        if is_quiet && self.move_quiet(wish, out)? {
             return Ok(());
         }
         if self.wait {
@@ -348,25 +383,66 @@ impl Args {
         Ok(())
     }
 
-    /// Moves a job once no rank has been connected for [`IDLE`]. Returns false if ranks have started: those go on with the
-    /// wish.
+    /// Moves a job once no rank has been connected for [`IDLE`]. Returns false if ranks go on with the wish.
+    ///
+    /// # Errors
+    /// `Conflict` once a later wish has replaced this one.
     fn move_quiet(&self, wish: &Wish, out: Output) -> anyhow::Result<bool> {
-        let servers = Servers::connect(&wish.before.members(), &self.target.servers.access)?;
+        let access = &self.target.servers.access;
         let (begun, seconds) = (Instant::now(), IDLE.as_secs());
-        let waiting = Progress::waiting(&format!("{}: {seconds} s without ranks", wish.job), out);
+        let mut waiting = Some(Progress::waiting(&format!("{}: {seconds} s without ranks", wish.job), out));
+        let mut members: BTreeSet<String> = wish.before.members().into_iter().collect();
+        // An earlier wish may be under way, to servers that do not know of this one.
+        let mut known = members.clone();
+        known.extend(wish.before.scaling().flat_map(|scaling| scaling.wanted.clone()));
+        let all = |known: &BTreeSet<String>| known.iter().cloned().collect::<Vec<_>>();
+        let (mut servers, mut silent) = Servers::reach(&all(&known), access)?;
+        silent.retain(|(address, _)| members.contains(address));
+        if !silent.is_empty() {
+            return Err(Unanswered::new("", &silent).into());
+        }
         loop {
             let seen = look(&servers, &wish.job)?;
-            if !seen.is_quiet() || begun.elapsed() > Duration::from_secs(self.patience) {
+            if let Some(replaced) = seen.replaced("--to", wish.asked_micros) {
+                return Err(replaced.into());
+            }
+            if seen.is_of_ranks() || begun.elapsed() > Duration::from_secs(self.patience) {
                 return Ok(false);
             }
-            if seen.is_idle() {
-                drop(waiting);
-                return match self.move_idle(wish, &seen, out) {
-                    Err(Error::Fenced(_)) => Ok(false),
-                    moved => Ok(moved.map(|()| true)?),
-                };
+            let now: BTreeSet<String> = seen.members().into_iter().collect();
+            if now != members {
+                let joined = Servers::connect(&all(&now), access)?;
+                joined.each(async |mut admin| admin.scale(wish.request.clone()).await)?;
+                known.extend(now.iter().cloned());
+                (members, servers) = (now, Servers::reach(&all(&known), access)?.0);
+            } else if seen.is_idle() {
+                drop(waiting.take());
+                if self.settle_idle(wish, &seen, out)? {
+                    return Ok(true);
+                }
             }
             thread::sleep(LOOK);
+        }
+    }
+
+    /// Moves a job that makes no steps, and says so. Returns false if a rank 0 has started, or another command.
+    fn settle_idle(&self, wish: &Wish, seen: &Seen, out: Output) -> anyhow::Result<bool> {
+        let begun = Instant::now();
+        let moved = self.move_idle(wish, seen, out);
+        let reachable: Vec<String> = wish.servers.iter().chain(&seen.members()).cloned().collect();
+        let now = Servers::reach(&reachable, &self.target.servers.access);
+        let now = now.and_then(|(servers, _)| look(&servers, &wish.job));
+        if let Some(replaced) = now.ok().and_then(|now| now.replaced("--to", wish.asked_micros)) {
+            return Err(replaced.into());
+        }
+        match moved {
+            Err(Error::Fenced(_)) => Ok(false),
+            Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Fenced => Ok(false),
+            moved => {
+                moved?;
+                wish.say_done(begun, out);
+                Ok(true)
+            }
         }
     }
 
@@ -376,7 +452,7 @@ impl Args {
         let access = &self.target.servers.access;
         let options = Options { connections: 1, ..Options::new(seen.members(), seen.spec.clone(), Rank(0)) };
         let session = Session::connect(access.of(options))?;
-        let (begun, at_first) = (Instant::now(), seen.fetched());
+        let at_first = seen.fetched();
         let bar = Progress::bytes(job, plan.bytes.max(1), out);
         let reachable: Vec<String> = wanted.iter().chain(&seen.members()).cloned().collect();
         thread::scope(|scope| {
@@ -390,15 +466,12 @@ impl Args {
                 thread::sleep(LOOK);
             }
             moving.join().unwrap_or_else(|panic| resume_unwind(panic))
-        })?;
-        drop(bar);
-        wish.say_done(begun, out);
-        Ok(())
+        })
     }
 
     /// Waits until the job is on the wanted servers alone.
     fn wait(&self, wish: &Wish, out: Output) -> anyhow::Result<()> {
-        let Wish { job, servers: wanted, asked_micros, plan, before } = wish;
+        let Wish { job, servers: wanted, asked_micros, plan, before, .. } = wish;
         let goal: BTreeSet<String> = wanted.iter().cloned().collect();
         let bar = match plan.bytes {
             0 => Progress::waiting(job, out),
@@ -425,16 +498,11 @@ impl Args {
                 wish.say_done(begun, out);
                 return Ok(());
             }
-            if seen.is_idle() {
-                match self.move_idle(wish, &seen, out) {
-                    Err(Error::Fenced(_)) => {}
-                    moved => return Ok(moved?),
-                }
+            if let Some(replaced) = seen.replaced("--wait", *asked_micros) {
+                return Err(replaced.into());
             }
-            if let Some(later) = seen.scaling().find(|scaling| scaling.asked_micros > *asked_micros) {
-                let (value, limit) = (later.wanted.join(","), "the newest wish");
-                let remedy = "ask again where these servers are wanted after all";
-                return Err(Fault::new(FaultKind::Conflict, "--wait", value, limit, remedy).into());
+            if seen.is_idle() && self.settle_idle(wish, &seen, out)? {
+                return Ok(());
             }
             let fetched = seen.fetched();
             let now = (fetched, seen.placement.epoch);
