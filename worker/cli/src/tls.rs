@@ -3,12 +3,14 @@
 use std::{
     fs::{self, DirBuilder, OpenOptions},
     io::{self, Write},
+    net::IpAddr,
     os::unix::fs::{DirBuilderExt, OpenOptionsExt},
     path::Path,
     time::{Duration, SystemTime},
 };
 
 use anyhow::{Context, bail, ensure};
+use longshore_proto::Fault;
 use longshore_wire::tls::{
     CA, CLIENT_CERTIFICATE, CLIENT_KEY, IDENTITIES, SERVER_CERTIFICATE, SERVER_KEY, TOKEN, certificate_pem,
     key_pem,
@@ -21,7 +23,7 @@ use ring::{
     digest::{SHA256, digest},
     rand::{SecureRandom, SystemRandom},
 };
-use rustls::pki_types::{PrivateKeyDer, pem::PemObject};
+use rustls::pki_types::{DnsName, PrivateKeyDer, pem::PemObject};
 
 /// The authority's own key, which neither servers nor clients need.
 pub(crate) const CA_KEY: &str = "ca.key";
@@ -48,15 +50,11 @@ pub(crate) struct Authority {
 }
 
 impl Authority {
-    /// Makes an authority and its folder.
-    ///
-    /// # Errors
-    /// If the folder exists and is not empty.
+    /// Makes an authority in a new folder.
     pub(crate) fn create(dir: &Path) -> anyhow::Result<Authority> {
         let key = KeyPair::generate()?;
         let params = authority_params(&key)?;
         let certificate = certificate_pem(params.self_signed(&key)?.der());
-        make_folder(dir)?;
         write_new(&dir.join(CA), certificate.as_bytes())?;
         write_new(&dir.join(CA_KEY), key_pem(key.serialized_der()).as_bytes())?;
         Ok(Authority { certificate, key, params })
@@ -78,9 +76,11 @@ impl Authority {
 
     /// Makes a folder with a new certificate, its key, and the authority's certificate.
     pub(crate) fn issue(&self, dir: &Path, subject: &Subject<'_>, days: u32) -> anyhow::Result<()> {
-        make_folder(dir)?;
+        let folder = NewFolder::make(dir)?;
         write_new(&dir.join(CA), self.certificate.as_bytes())?;
-        self.issue_into(dir, subject, days)
+        self.issue_into(dir, subject, days)?;
+        folder.keep();
+        Ok(())
     }
 
     /// Adds a new certificate and its key to a folder of this authority.
@@ -117,9 +117,10 @@ impl Authority {
             .fill(&mut bytes)
             .map_err(|_| io::Error::other("the system gives no random numbers"))?;
         let token = hex(&bytes);
-        make_folder(dir)?;
+        let folder = NewFolder::make(dir)?;
         write_new(&dir.join(CA), self.certificate.as_bytes())?;
         write_new(&dir.join(TOKEN), format!("{token}\n").as_bytes())?;
+        folder.keep();
         Ok(hex(digest(&SHA256, token.as_bytes()).as_ref()))
     }
 }
@@ -155,20 +156,70 @@ fn check_name(name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes a folder that only its owner can read, or accepts an empty one.
-fn make_folder(dir: &Path) -> anyhow::Result<()> {
-    match fs::read_dir(dir) {
-        Ok(mut entries) => match entries.next() {
-            None => Ok(()),
-            Some(_) => bail!("{} is not empty, and nothing is overwritten: name a new folder", dir.display()),
-        },
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let mut builder = DirBuilder::new();
-            builder.recursive(true).mode(0o700);
-            builder.create(dir).with_context(|| format!("making {}", dir.display()))
-        }
-        Err(error) => Err(error).with_context(|| dir.display().to_string()),
+/// A folder under way that only its owner can read. Drop empties the folder unless it is kept, so that a command that
+/// failed may be repeated.
+pub(crate) struct NewFolder<'a> {
+    dir: &'a Path,
+    was_there: bool,
+    is_kept: bool,
+}
+
+impl NewFolder<'_> {
+    /// Makes a folder, or accepts an empty one.
+    pub(crate) fn make(dir: &Path) -> anyhow::Result<NewFolder<'_>> {
+        let was_there = match fs::read_dir(dir) {
+            Ok(mut entries) => {
+                if entries.next().is_some() {
+                    bail!("{} is not empty, and nothing is overwritten: name a new folder", dir.display());
+                }
+                true
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let mut builder = DirBuilder::new();
+                builder.recursive(true).mode(0o700);
+                builder.create(dir).with_context(|| format!("making {}", dir.display()))?;
+                false
+            }
+            Err(error) => return Err(error).with_context(|| dir.display().to_string()),
+        };
+        Ok(NewFolder { dir, was_there, is_kept: false })
     }
+
+    pub(crate) fn keep(mut self) {
+        self.is_kept = true;
+    }
+}
+
+impl Drop for NewFolder<'_> {
+    fn drop(&mut self) {
+        if self.is_kept {
+            return;
+        }
+        // The command's error is shown, and one more would hide it.
+        if !self.was_there {
+            let _ = fs::remove_dir_all(self.dir);
+            return;
+        }
+        for entry in fs::read_dir(self.dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            let _ = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+        }
+    }
+}
+
+/// Refuses a host that no client can dial: neither an address nor a DNS name, which may begin with `*.`.
+pub(crate) fn check_host(host: &str) -> Result<(), Fault> {
+    let name = host.strip_prefix("*.").unwrap_or(host);
+    if host.parse::<IpAddr>().is_ok() || DnsName::try_from(name).is_ok() {
+        return Ok(());
+    }
+    let limit = "an address, or a name of letters, digits, dots and hyphens";
+    Err(Fault::invalid(
+        "--hosts",
+        format!("{host:?}"),
+        limit,
+        "name each host as clients dial it, without a port",
+    ))
 }
 
 fn write_new(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
@@ -179,4 +230,35 @@ fn write_new(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_are_names_and_addresses() {
+        for good in
+            ["localhost", "host-1.example.com", "longshore_server_1", "10.0.0.1", "::1", "*.example.com"]
+        {
+            assert_eq!(check_host(good), Ok(()), "{good}");
+        }
+        for bad in ["", "*", "evil host", "a,b", "host:7070", "*.", "a*.example.com", "-"] {
+            assert!(check_host(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_folder_that_is_not_kept_is_as_before() {
+        let outer = tempfile::TempDir::new().unwrap();
+        let new = outer.path().join("new");
+        for (dir, is_there) in [(new.as_path(), false), (outer.path(), true)] {
+            let folder = NewFolder::make(dir).unwrap();
+            write_new(&dir.join(CA), b"half").unwrap();
+            fs::create_dir(dir.join("server")).unwrap();
+            drop(folder);
+            assert_eq!(dir.exists(), is_there);
+        }
+        NewFolder::make(outer.path()).unwrap().keep();
+    }
 }

@@ -9,8 +9,8 @@ use anyhow::ensure;
 use serde_json::json;
 
 use crate::{
-    output::Output,
-    tls::{Authority, CA_KEY, Subject, write_identities},
+    output::{Output, wrong_use},
+    tls::{Authority, CA_KEY, NewFolder, Subject, check_host, write_identities},
 };
 
 #[derive(clap::Subcommand)]
@@ -85,6 +85,8 @@ impl Tls {
 
 fn init(args: &InitArgs, out: Output) -> anyhow::Result<()> {
     let dir = &args.dir;
+    args.hosts.iter().try_for_each(|host| check_host(host)).map_err(wrong_use)?;
+    let folder = NewFolder::make(dir)?;
     let authority = Authority::create(dir)?;
     let server = dir.join("server");
     authority.issue(&server, &Subject::Server(&with_localhost(&args.hosts)), args.days)?;
@@ -107,6 +109,7 @@ fn init(args: &InitArgs, out: Output) -> anyhow::Result<()> {
         "\n# fetches shards from other servers\n[[identity]]\nname = \"{SERVER}\"\nroles = [\"worker\"]\njobs = [\"*\"]\n"
     ));
     write_identities(&server, &identities)?;
+    folder.keep();
     if out.is_json() {
         say!("{}", made(dir, args));
     } else {
@@ -141,6 +144,7 @@ fn say_what_goes_where(dir: &Path, args: &InitArgs) {
 }
 
 fn issue(args: &IssueArgs, out: Output) -> anyhow::Result<()> {
+    args.subject.hosts.iter().try_for_each(|host| check_host(host)).map_err(wrong_use)?;
     let (authority, subject) = (Authority::open(&args.dir)?, &args.subject);
     let dir = args.out.display();
     let (of, hash, next) = if subject.token {
