@@ -93,7 +93,8 @@ mod aarch64 {
 
     pub(super) type Mode = u64;
     pub(super) const STANDARD: Mode = 0;
-    /// FIZ, AH, NEP, traps, FZ16, rounding, FZ, default NaN, alternative half precision.
+    /// Mask of FPCR's fields that change results or trap. From bit 0: FIZ, AH, NEP, traps, FZ16, rounding, FZ, default
+    /// NaN, alternative half precision.
     pub(super) const CONTROL: Mode = 0x07CF_9F07;
     /// Flush to zero, rounding down.
     pub(super) const FOREIGN: Mode = (1 << 24) | (0b10 << 22);

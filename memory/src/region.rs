@@ -60,10 +60,10 @@ impl Region {
         Region::new(Arc::new(map), 0, len)
     }
 
-    /// Splits off the first bytes.
+    /// Splits off the first `bytes` bytes as a region of their own.
     ///
     /// # Panics
-    /// If it is not as long.
+    /// If this region has fewer bytes.
     pub fn split_off_front(&mut self, bytes: usize) -> Region {
         assert!(bytes <= self.len, "{bytes} bytes of {}", self.len);
         let front = Region { start: self.start, len: bytes, map: Arc::clone(&self.map) };

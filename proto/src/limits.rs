@@ -157,7 +157,8 @@ pub const MAX_PULL_SLICES: usize = 1 << 14;
 /// Steps that a worker may be ahead of the decided version beyond one exact step.
 pub const MAX_DELAY: u32 = 1;
 
-/// Loss scale x world size x micro-steps. Its inverse is a finite f32 above 0: infinity times a gradient of 0 is NaN.
+/// Range of loss scale x world size x micro-steps. Gradients are multiplied by the inverse, so the inverse must be a
+/// finite f32 above 0. An infinite one would make NaN of a gradient of 0.
 pub const GRADIENT_SCALES: RangeInclusive<f64> = 1e-30..=1e40;
 
 /// Longest wait of a call that names no deadline.

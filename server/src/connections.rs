@@ -54,7 +54,7 @@ impl Origin {
 
 /// Time that a connection is safe: for its first call, and after each call.
 const SETTLED: Duration = Duration::from_secs(1);
-/// Time that a call is safe while strangers' calls take all places.
+/// Age from which a connection may be cut during a call, while strangers' calls take all places.
 const CALL: Duration = Duration::from_secs(10);
 /// Interval of the check for expired certificates and lost credentials.
 const LOOK: Duration = Duration::from_secs(1);

@@ -343,7 +343,7 @@ impl Cluster {
         self.world_size.store(world_size, Relaxed);
         let processes: Vec<ProcessId> = (0..most).map(|rank| self.newest(rank)).collect();
         let stopped = self.end_ranks(processes, 3);
-        // Two processes of a rank begin apart.
+        // Two processes of a rank begin at least `apart` from each other. Closer ones had one incarnation.
         sim.sleep(self.apart() + Duration::from_millis(50)).await;
         sim.note(OUTSIDE, || format!("{world_size} ranks start"));
         (0..world_size).for_each(|rank| self.start_rank(rank));

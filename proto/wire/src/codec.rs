@@ -60,7 +60,8 @@ impl<U: Message + Default + 'static> Decoder for Weighing<U> {
     type Error = Status;
 
     fn decode(&mut self, bytes: &mut DecodeBuf<'_>) -> Result<Option<U>, Status> {
-        // A scope is a server's. tonic gives each message as one piece.
+        // Only a server's calls run in a scope; a client's messages are decoded without a reservation. tonic gives
+        // each message as one piece, so `chunk` returns all of it.
         let admitted = SCOPE.try_with(|scope| {
             let message = bytes.chunk();
             let examined = scope.request.map(|request| request.examine(message));

@@ -198,7 +198,7 @@ mod tests {
         OpenJobRequest { spec, placement, server: 1, protocol: PROTOCOL, ..Default::default() }
     }
 
-    /// A field of this number within a message field of another number.
+    /// Returns message field `outer` with the contents `inner`, encoded as protobuf does.
     fn within(outer: u8, inner: &[u8]) -> Vec<u8> {
         [&[outer << 3 | 2, inner.len() as u8][..], inner].concat()
     }

@@ -17,7 +17,8 @@ use super::JobHandle;
 /// Interval between two checks of the job by a call that waits for a version. Failures and restores come without a
 /// decision.
 const LOOK: Duration = Duration::from_millis(100);
-/// Number of wait queues, by version modulo this number. Calls in one queue wake together.
+/// Number of wait queues. A call for a version waits in the queue of the version modulo this number, so a decision
+/// wakes few calls.
 const PLACES: usize = 64;
 
 /// Newest version whose step was decided, and the calls that wait for later versions.

@@ -83,7 +83,7 @@ pub(super) struct Call {
 }
 
 impl Call {
-    /// Takes the message out of a request whose caller may make this call on the message's job.
+    /// Checks that the caller may make this call on the message's job, and returns the call and its message.
     pub(super) fn permitted<M: OfJob>(request: Request<M>) -> Result<(Call, M), Status> {
         let caller = Caller::of(request.extensions()).map_err(|fault| refuse("", "", fault))?;
         permit(&caller, request.get_ref()).map_err(|fault| refuse(caller.call(), "", fault))?;

@@ -15,7 +15,8 @@ use pyo3::pyfunction;
 
 /// More threads move no more bytes a second on any host that we know of.
 const MOST: usize = 16;
-/// Calls that end before a helper comes leave entries. No more than these are kept.
+/// Largest number of entries on the board. A call that ends before a helper comes leaves its entries, so the oldest
+/// are dropped.
 const MOST_POSTED: usize = 4 * MOST;
 
 /// Number of threads that copy at once, including the caller's.

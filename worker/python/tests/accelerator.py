@@ -334,7 +334,7 @@ class Simulated:
         raise AssertionError("operations wait for each other")
 
     def _all(self, operations: list[Operation], awaited: list[Operation] | None = None) -> None:
-        """Does operations in a random legal order: all, or as many as possible without a wait for others than ``awaited``."""
+        """Does all operations in a random legal order. Given ``awaited``, leaves operations that need another wait."""
         left = operations
         while left := [operation for operation in left if operation.act is not None]:
             ready = [o for o in left if all(before.act is None for before in o.after) and self._is_ready(o)]
@@ -394,7 +394,7 @@ class Immediate(Simulated):
 
 
 class Linear(torch.autograd.Function):
-    """``x @ w.T + b`` on the simulated device. Results are there once their stream has come so far."""
+    """``x @ w.T + b`` on the simulated device. The stream computes the results late, so earlier reads find NaN."""
 
     @staticmethod
     def forward(ctx: Any, device: Simulated, x: Tensor, w: Tensor, b: Tensor) -> Tensor:

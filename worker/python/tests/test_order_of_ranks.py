@@ -12,7 +12,7 @@ from test_ranks import run
 RANKS = 2
 #: Soak tests draw more orders.
 SEEDS = range(4 if os.environ.get("LONGSHORE_SOAK") else 3)
-#: Seeds with a fixed order: needed operations alone, or all others first.
+#: Seeds that act alike at each wait: needed operations alone (0), or all other operations first (1).
 PLAIN = (0, 1)
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
 DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 1}

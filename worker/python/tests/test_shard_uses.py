@@ -148,7 +148,7 @@ def deep_of(layers: Iterable[nn.Module]) -> Deep:
 
 
 class Skipping(Deep):
-    """Leaves layers out, by the step's number."""
+    """A model that skips random layers, with the step as seed, so that steps use different units."""
 
     def loss(self, step: int) -> Tensor:
         hidden = self.inputs(step)

@@ -246,8 +246,8 @@ impl Moves {
             let epoch = Epoch(self.cluster.placement().epoch.0 + 1);
             PlacementChange { epoch, ..change }
         });
-        // A change that servers would refuse must not end the training. The exception is a shard with two gradients:
-        // each holder would make its own version.
+        // A change that servers would refuse is put off, so that training goes on. Where owner and replica have other
+        // gradients the refusal is returned, since each holder would make its own version.
         let checked = change.as_ref().map(|change| self.cluster.placement().check(change, step));
         if let Some(Err(fault)) = checked {
             if !differing.is_empty() {

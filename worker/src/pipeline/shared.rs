@@ -24,7 +24,8 @@ pub(super) struct PipelineInner {
     pub(super) wanted: watch::Sender<Wanted>,
 }
 
-/// Number of versions kept: one being read, one decided, one delayed, and one for a slow reader of this board.
+/// Number of versions whose loss scale is kept. Steps of a delayed job use up to three; the fourth is for a reader
+/// that comes late.
 const KEPT: u64 = 4;
 
 pub(super) struct Board {

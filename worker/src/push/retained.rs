@@ -41,7 +41,7 @@ pub(crate) struct LaneId {
     pub(crate) connection: usize,
 }
 
-/// A chunk's bytes, and their place for servers of this host.
+/// A chunk's bytes, and their place in shared memory, from which servers of this host read them.
 #[derive(Clone)]
 pub(crate) struct Payload {
     pub(crate) bytes: Bytes,

@@ -46,8 +46,8 @@ async fn join(cluster: &Cluster, server: ServerId, request: JoinRequest) -> Resu
 }
 
 impl RankState {
-    /// Same as `join_on`, where rank 0 leaves the number of ranks as it is. `Outdated` if a step was decided since this
-    /// incarnation joined.
+    /// Joins as `join_on` does, except that rank 0 keeps the job's world size. Fails with `Outdated` if a step was
+    /// decided since this incarnation joined.
     pub(crate) async fn join_first(
         &self,
         cluster: &Cluster,

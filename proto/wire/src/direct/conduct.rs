@@ -11,8 +11,8 @@ use super::{allowances::Allowance, bounds::Guest, outward::Header};
 
 /// Window of every connection before the first WINDOW_UPDATE.
 const FIRST_WINDOW_BYTES: i64 = 65_535;
-/// Cost of a useless frame: PING, SETTINGS, PRIORITY, RST_STREAM, empty DATA and the like. A second allows
-/// [`SPARE_BYTES`]. Each byte sent to the peer allows one more, since the peer may answer each piece with a
+/// Cost of a useless frame, as PING, SETTINGS, PRIORITY, RST_STREAM or empty DATA. A connection earns [`SPARE_BYTES`]
+/// a second. Each byte sent to the peer earns one more, since the peer may answer each piece with a
 /// WINDOW_UPDATE. So 20,000 useless frames a second are too many; gRPC's own pings and resets come to some hundreds. A
 /// stranger's connection begins with [`STRANGER_BYTES`], and then draws on its address's allowance.
 const USELESS_BYTES: u64 = 1024;

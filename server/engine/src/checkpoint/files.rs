@@ -49,7 +49,7 @@ impl Draft {
         let missing = missing_folders(&target);
         let mut tries = 0;
         let file = loop {
-            // A file in the folder's place is named when the draft is opened.
+            // `AlreadyExists` means a file in the folder's place. `open` then fails, with an error that names the path.
             let made = fs::create_dir_all(folder).or_else(|error| match error.kind() {
                 ErrorKind::AlreadyExists => Ok(()),
                 _ => Err(error),

@@ -140,7 +140,7 @@ impl Job {
         self.tier.behind.as_ref().map_or(0, |behind| behind.written_bytes()) + self.gradients.written_bytes()
     }
 
-    /// Returns the places of shards when work needed them. None if all state is in memory.
+    /// Returns the number of shards by the place where work found them. None if all state is in memory.
     pub fn taken(&self) -> Option<Taken> {
         Some(self.tier.behind.as_ref()?.taken())
     }

@@ -90,7 +90,7 @@ impl Machine {
         }
     }
 
-    /// Checks that a decision fits its gradient.
+    /// Checks the commit's scale, and that an applied gradient has no non-finite element, which would spoil the state.
     fn check_gradient(&self, commit: &Commit) -> Result<(), Refusal> {
         self.check_gradient_scale(commit)?;
         let step = commit.step;

@@ -325,7 +325,7 @@ impl Machine {
         self.shards.iter().filter(|shard| shard.awaited).count()
     }
 
-    /// The shards whose state is fetched, by version: later versions need the earlier ones.
+    /// The shards whose state is being fetched, oldest version first, since later versions need the earlier ones.
     pub fn awaited(&self) -> Vec<Awaited> {
         let awaited = self.shards.iter().filter(|shard| shard.awaited && !shard.is_forsaken);
         let mut awaited: Vec<Awaited> = awaited.map(|shard| self.came(shard)).collect();

@@ -30,7 +30,7 @@ impl Machine {
     /// change, and false if that pause had ended before.
     pub fn resume(&mut self, version: Option<Version>, loss_scale: f64) -> Result<bool, Refusal> {
         let contributions = self.spec.contributions(self.world_size);
-        // Otherwise the next commit would be refused, and the job would stand still.
+        // A loss scale outside the range makes servers refuse the next commit, so the job would stand still.
         if loss_scale != 0.0 && !GRADIENT_SCALES.contains(&(loss_scale * contributions as f64)) {
             return Err(Refusal::UnusableLossScale { loss_scale, contributions });
         }

@@ -195,9 +195,8 @@ fn who_comes_later_is_owed_nothing_for_the_time_before() {
     assert_eq!(third.used(), early.used());
 }
 
-/// With two calls open a pool's thread leaves the first one's blocks for the other one's. All blocks of the
-/// first call wait until a block of the second one has run on that thread. A thread that finished each call
-/// before the next would wait for ever.
+/// A pool's thread turns to another call between two blocks of an unfinished one. The first call's caller waits inside
+/// a block until that thread has run a block of the second call.
 #[test]
 fn a_thread_turns_to_another_call_before_the_first_is_done() {
     let pool = ThreadPool::new(2).unwrap();

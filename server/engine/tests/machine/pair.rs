@@ -191,7 +191,7 @@ impl Pair {
             if honest {
                 self.tickets.push(ticket);
             } else {
-                // Other incarnations would not send this chunk again, so its bytes never arrive.
+                // No process would send a chunk with a wrong field again, so the bytes for this ticket never arrive.
                 self.abandon(ticket);
             }
         }

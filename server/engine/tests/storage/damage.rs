@@ -241,7 +241,7 @@ fn a_tmpfs_store_of_format_1_goes_on_and_takes_no_other_shard() {
     let open = || Cluster::try_open(&spec, 2, &host(), &dirs.storage).unwrap();
     drop(open());
     let homes = [0, 1].map(|server| dirs.of(TierKind::Shm).join(format!("test/server-{server}-of-2")));
-    // A store that was never loaded is made anew in its format.
+    // A store without loaded weights is made anew in the format that its header names, so an edited header is enough.
     for home in &homes {
         let header = fs::read_to_string(home.join("header.json")).unwrap();
         let older = header.replacen("\"format_version\":2", "\"format_version\":1", 1);

@@ -41,7 +41,8 @@ pub(super) struct Receiving {
     /// Job of the previous chunk, usually the next one's too. The reference is weak, so an idle stream keeps no job
     /// alive.
     held: Weak<JobHandle>,
-    /// Fault of that job once closed. An idle worker must learn it, since gradients that it sent may be needed again.
+    /// Receives the fault when the held job closes. The stream then ends even while idle, since its worker may have to
+    /// send gradients again.
     pub(super) closing: Option<watch::Receiver<Option<Fault>>>,
     pub(super) chunk: Option<(PushRequest, Result<Destination, Fault>)>,
     /// A chunk whose slot is busy.

@@ -81,7 +81,7 @@ impl Drop for Complete {
     }
 }
 
-/// Writes each stage's begin and end in its thread, with the span's fields as text.
+/// Writes begin and end of each span under the thread that ran it, with the span's fields as text.
 struct Stages {
     began: Instant,
     out: Shared,

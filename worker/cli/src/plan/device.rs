@@ -98,8 +98,8 @@ fn activations(model: &Model, work: &Workload) -> Option<(u64, u64)> {
     Some((saturated(on_device), saturated(on_host)))
 }
 
-/// Returns the elements of the largest transformer that fits on a device at a stage. Its width is 128 times its
-/// layers, about as in GPT-3's family, and the rest is as in `model`.
+/// Returns the elements of the largest transformer that fits on a device at a stage. [`Model::transformer_of`] gives
+/// its shape for each number of layers.
 pub(crate) fn largest(device: u64, vocabulary: u64, work: &Workload, stage: Stage) -> u64 {
     let fits =
         |layers: u64| Peak::of(&Model::transformer_of(layers, vocabulary), work, stage).total() <= device;

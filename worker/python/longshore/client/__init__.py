@@ -434,7 +434,7 @@ def _pieces(
 
 
 def _closed(job: Any, embedded: bool) -> None:
-    """Ends the job of a freed client. Nobody else can reach a job of the server in this process."""
+    """Ends the job of a freed client if its server is embedded, since no other process can reach that job."""
     if embedded:
         # In a fork the job is the parent's. A failed server has forgotten the job anyway.
         with contextlib.suppress(LongshoreError):

@@ -179,8 +179,8 @@ def frozen(module: nn.Module) -> set[str]:
 
 
 def _bring(source: Path, folder: Path, name: str) -> str:
-    """Copies a checkpoint into its job's folder, unless it is there. Returns its name there: two runs that continued from one checkpoint
-    may both have used ``name``."""
+    """Copies a checkpoint into its job's folder, unless it is there. Returns its name there. Another run from the same
+    checkpoint may have taken ``name``, so the two can differ."""
     manifest = (source / _MANIFEST).read_bytes()
     for found in sorted(folder.glob(f"[!.]*/{_MANIFEST}")):
         if found.read_bytes() == manifest:

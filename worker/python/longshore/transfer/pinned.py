@@ -88,7 +88,8 @@ class LockedMemory:
 
     def __init__(self, job: Any, dtype: torch.dtype) -> None:
         self._job, self._dtype = job, dtype
-        #: The Rust half's memory, which stays mapped with its pages in place; None if no server may read it.
+        #: The Rust half's gradient memory. The reference keeps pieces at their addresses, as page-locking needs. None
+        #: before the first question, and if no server may read it.
         self._memory: Any = None
         self._is_asked = False
         #: Number of pieces seen so far, and the registered ones.
@@ -175,7 +176,7 @@ def buckets(places: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, list[Te
 
 #: Consecutive weights: their address, the index of the first within the target, and their number.
 Run = tuple[int, int, int]
-#: Most copies under way before the next one waits. A step of a large model has fewer.
+#: Largest number of copies under way; a further one waits. A step of a large model has fewer.
 _MOST = 1024
 
 

@@ -102,7 +102,7 @@ def members(model: nn.Module, params: Iterable[Param], frozen: Iterable[Param] =
 
 
 def cut(model: nn.Module, of_model: list[Member], named: Sequence[Named] | None, room: int | None, copies: int = 1) -> list[Unit]:
-    """Returns units with all the parameters.
+    """Cuts the model into units, which together have all its parameters.
 
     Args:
         named: the units' modules. The default is the model's repeated blocks, cut further if they do not fit.

@@ -107,9 +107,9 @@ impl Drop for WriterThread {
 }
 
 impl VersionWriter {
-    /// Makes a version durable whose shards are written or being written. An error fails the store. Only the `first`
-    /// version may bring an older image with its table. A skipped step leaves all tables alone, since its version has
-    /// the slots of the version before.
+    /// Makes a version durable once the writes of its shards are done. An error fails the store. The `first` version
+    /// also writes the table of its older image, which no version before has written. A skipped step changes no table,
+    /// since its version has the slots of the version before.
     pub(super) fn make_durable(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
         let skipped = !first && record.is_skipped();
         // A skipped step writes no state, but for shards that were fetched for it.

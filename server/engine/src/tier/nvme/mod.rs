@@ -190,8 +190,8 @@ impl Tier for NvmeTier {
         }
         let mut held = self.pager.take(owned)?;
         let bytes = &mut held.region.bytes_mut()[..self.plan().shards[owned.index()].state_bytes];
-        // An earlier part of the load was written to make room, and is verified. New parts have no checksums before
-        // their write.
+        // A shard that was written out between two parts of the load comes back unchecked, so it is verified. A shard
+        // without an earlier part has no checksums yet, and counts as checked.
         if !held.checked {
             self.verify(owned, bytes)?;
         }

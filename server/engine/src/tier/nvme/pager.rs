@@ -49,8 +49,8 @@ pub(super) struct ShardPager {
 pub(super) struct BlockChecksums {
     /// Checksums of the state as last updated, in memory or on disk.
     pub(super) state: Vec<AtomicU64>,
-    /// Checksums of the images, by image slot. A frozen shard has zeros, so that a table has a row for each
-    /// block.
+    /// Checksums of the images, by image slot. A frozen shard's checksums are 0 here, since a table has a row for
+    /// each block.
     pub(super) images: [Vec<AtomicU64>; IMAGE_SLOTS as usize],
 }
 

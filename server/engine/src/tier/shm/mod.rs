@@ -294,7 +294,8 @@ impl Durable for ShmTier {
         let summed = self.shards().flat_map(|owned| &self.shard(owned)[SUMMED..]);
         let words = summed.chain(self.settled.get());
         words.filter(|_| over).for_each(|word| word.store(0, Ordering::SeqCst));
-        // A kill in between leaves the new version beside the incarnation before, which is being replaced anyway.
+        // A kill between the two stores pairs the old incarnation with the new version. The pair does no harm, since
+        // that incarnation is being replaced.
         let world_size = u64::from(joined.world_size) << WORLD_SIZE_SHIFT;
         let at = world_size + 2 * joined.at.0 + u64::from(joined.fence_only);
         self.joined_at.get()[rank.index()].store(at, Ordering::SeqCst);
