@@ -61,7 +61,7 @@ const LAST_CALLS: Duration = Duration::from_secs(5);
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     few_arenas();
     let parsed = Flags::try_parse_from(arguments)
-        .map_err(|error| retired::name_variable(error, &Flags::command()))
+        .map_err(|error| retired::name_variable(error, Flags::command()))
         .map_err(|error| retired::explain(error, &retired::SETTINGS));
     let flags = match parsed {
         Ok(flags) => flags,

@@ -123,7 +123,7 @@ fn commands_without_servers_print_json() {
 /// Results that nobody got are a failure, as on a full disk.
 #[test]
 fn a_stdout_that_takes_nothing_is_an_error() {
-    for words in [&["completions", "bash"][..], &["clusters", "--json"], &["--help"]] {
+    for words in [&["completions", "bash"][..], &["plan", "--params", "7B"], &["--help"]] {
         let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let output = binaries::command("longshore").args(words).stdout(full).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);

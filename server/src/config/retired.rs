@@ -51,7 +51,9 @@ pub fn explain(error: clap::Error, retired: &[Retired]) -> clap::Error {
 
 /// Adds to the parser's error about a wrong value the variable that the value comes from. Other errors are returned
 /// unchanged.
-pub fn name_variable(mut error: clap::Error, command: &Command) -> clap::Error {
+pub fn name_variable(mut error: clap::Error, mut command: Command) -> clap::Error {
+    // The text of an argument needs what `build` fills in.
+    command.build();
     let text = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
         _ => None,

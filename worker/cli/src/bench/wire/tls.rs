@@ -1,6 +1,6 @@
 //! TLS in the bench: a certificate authority of its own, and bare rustls streams over a pair of sockets.
 
-use std::{net::TcpStream, path::Path, sync::Arc, thread};
+use std::{fs, net::TcpStream, path::Path, sync::Arc, thread};
 
 use longshore_wire::tls::{CA, SERVER_CERTIFICATE, SERVER_KEY};
 use rustls::{
@@ -20,7 +20,9 @@ pub(super) const WORKER: &str = "worker";
 
 /// Makes both folders, with certificates of a new authority.
 pub(super) fn make(dir: &Path) -> anyhow::Result<()> {
-    let authority = Authority::create(&dir.join("authority"))?;
+    let authority = dir.join("authority");
+    fs::create_dir(&authority)?;
+    let authority = Authority::create(&authority)?;
     authority.issue(&dir.join(SERVER), &Subject::Server(&[HOST.to_string()]), 1)?;
     authority.issue(&dir.join(WORKER), &Subject::Client(IDENTITY), 1)?;
     let identities = format!("[[identity]]\nname = {IDENTITY:?}\nroles = [\"worker\"]\njobs = [\"*\"]\n");
