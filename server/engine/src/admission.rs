@@ -10,7 +10,7 @@ use longshore_proto::{Fault, FaultKind};
 
 use crate::memory::AllocationError;
 
-/// The host has less memory than its budget promised.
+/// Returns the fault of an allocation that failed within the budget: the host has less memory than the budget promised.
 pub(crate) fn exhausted(error: AllocationError) -> Fault {
     Fault::new(FaultKind::Exhausted, "memory", error.bytes, "available on the host", error.to_string())
 }
@@ -22,10 +22,11 @@ pub struct Need {
     pub state: u64,
     /// Buffers between DRAM and drives. With tier `shm`, copies of blocks that are being updated.
     pub buffers: u64,
-    /// Two 16-bit (or fp32) images of each shard, by version parity. The image window, where images live on drives.
+    /// Two 16-bit (or fp32) images of each shard, by version parity. Where images live on drives, only the images in
+    /// DRAM count.
     pub images: u64,
-    /// Buffers in wire format, one for each rank and step in flight. Chunks before their write, where gradients live on
-    /// drives.
+    /// Buffers in wire format, one for each rank and step in flight. Where gradients live on drives, buffers for chunks
+    /// and for whole gradients.
     pub contributions: u64,
     /// fp32 sums over ranks and micro-steps.
     pub accumulators: u64,

@@ -30,7 +30,7 @@ impl Contributor {
         contributors.binary_search(&rank).ok().map(Contributor)
     }
 
-    /// All contributors of a shard that has `count`.
+    /// Returns the indices of a shard's `count` contributors.
     pub fn all(count: usize) -> impl Iterator<Item = Contributor> {
         (0..count).map(Contributor)
     }
@@ -41,7 +41,7 @@ impl Contributor {
 }
 
 impl OwnedShard {
-    /// All shards of a server that has `count` places.
+    /// Returns the indices of a server's `count` places for shards.
     pub fn all(count: usize) -> OwnedShards {
         (0..count).map(OwnedShard)
     }
@@ -57,12 +57,12 @@ impl OwnedShard {
 }
 
 impl GradientSlot {
-    /// The slot that a step uses in a job that has `slots`.
+    /// Returns the slot of a step in a job that has `slots` of them.
     pub fn of(step: Step, slots: usize) -> GradientSlot {
         GradientSlot((step.0 % slots as u64) as usize)
     }
 
-    /// All slots of a job that has `slots`.
+    /// Returns all slots of a job that has `slots` of them.
     pub fn all(slots: usize) -> impl Iterator<Item = GradientSlot> {
         (0..slots).map(GradientSlot)
     }

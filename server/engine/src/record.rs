@@ -21,10 +21,10 @@ pub struct Record {
     /// The commit that decided it. None at version 0.
     #[serde(with = "commit")]
     pub commit: Option<Commit>,
-    /// Parameters with fewer updates than `applied`. Present at version 0, where no commit has the list.
+    /// Parameters with fewer updates than `applied`. Present only at version 0: later, the commit has the list.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,
-    /// Standing, if the job was paused or resumed since the version was decided.
+    /// The last pause or resume, if there was one since the version was decided.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub standing: Option<Standing>,
     /// The placement at this version, if it changed since the server was opened.
@@ -43,8 +43,8 @@ impl Record {
         Record { left_out, ..Record::new(Version(0), applied, None) }
     }
 
-    /// Returns the versions of a shard that a server has had by this version, from the fetched one to its newest. None
-    /// if another server has the shard.
+    /// Returns the versions of a shard that `server` has had up to this record's version. The range begins with the
+    /// fetched version. None if another server has the shard.
     pub fn versions_of(
         &self,
         shard: ShardId,
@@ -63,11 +63,13 @@ impl Record {
     }
 }
 
-/// Versions between a shard's last one on a server and the release of its state. The next owner has the state by then:
-/// every rank has computed with a version of the next owner. The last of the three is a reserve.
+/// Versions, beside `max_delay`, between a server's last version of a shard and the release of the shard's state there.
+/// By then every rank has computed with a version of the next owner, so the next owner has the state. Two versions
+/// would do; the third is a reserve.
 const HELD: u64 = 3;
 
-/// Returns true if other servers own a shard, and no step in flight reads the version of the owner of `span`.
+/// `span` has the steps at which a server owned a shard. Returns true if they are over, and no step in flight reads
+/// that server's last version.
 pub fn is_handed(span: &Range<u64>, version: Version, max_delay: u32) -> bool {
     !span.is_empty() && span.end <= version.0.saturating_sub(HELD + u64::from(max_delay))
 }
@@ -77,7 +79,7 @@ pub fn is_handed(span: &Range<u64>, version: Version, max_delay: u32) -> bool {
 pub struct KeptShard {
     /// Version of its state.
     pub version: Version,
-    /// The state was being fetched from another server, and is fetched again.
+    /// True if the state was being fetched from another server. The state is fetched again then.
     pub awaited: bool,
     /// True if the image of the version before is whole.
     pub older_image: bool,
@@ -99,9 +101,9 @@ pub struct Standing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Joined {
     pub incarnation: Incarnation,
-    /// The job's version at that time.
+    /// The job's version at the join or fence.
     pub at: Version,
-    /// The process has only fenced an earlier one.
+    /// True if the process has only fenced earlier ones, and has not joined.
     pub fence_only: bool,
     /// On rank 0: the number of ranks that take part, if fewer than the spec's world size; else 0.
     pub world_size: u32,
@@ -148,7 +150,7 @@ struct CommitRecord {
     skip: bool,
     gradient_scale: Exact,
     clip_coefficient: Exact,
-    /// Always 0. The format has the field.
+    /// Always 0. The stored format keeps this field of earlier versions.
     compensation: Exact,
     /// Present only in commits whose images look ahead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -169,7 +171,7 @@ struct CommitRecord {
     placement: Option<PlacementChange>,
 }
 
-/// Field by field the JSON of [`Hyper`]. The compiler refuses a field that is missing here.
+/// JSON of [`Hyper`], field by field. A field of `Hyper` that is missing here is a compile error.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Hyper")]
 struct HyperRecord {

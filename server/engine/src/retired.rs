@@ -1,10 +1,10 @@
-//! Stored fields of earlier versions that decided bits or the layout of state. Every reader of stored JSON refuses
-//! them: without its field, a job would continue with other bits.
+//! Stored fields of earlier versions that decided bits or the layout of state. Every reader of stored JSON refuses JSON
+//! with such a field. If the field were ignored, the job would continue with other bits.
 
 use longshore_proto::{Fault, FaultKind};
 use serde::Deserialize;
 
-/// The fields that a header, a manifest or a record may have.
+/// The places of retired fields in a header, a manifest or a record.
 #[derive(Deserialize)]
 struct Retired {
     spec: Option<RetiredSpec>,

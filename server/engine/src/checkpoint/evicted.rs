@@ -12,7 +12,7 @@ use super::{
     manifest,
 };
 
-/// No checkpoint has this name.
+/// Name of the note's file. No checkpoint can have the same name.
 const FILE: &str = "~evicted.json";
 
 #[derive(Deserialize)]
@@ -24,8 +24,8 @@ impl Store {
     /// Refuses a new job where a checkpoint has the state of an earlier one of this name.
     ///
     /// # Errors
-    /// Also where the note cannot be read, since the state is then unknown. A note whose checkpoint is gone has no
-    /// effect.
+    /// Fails also where the note cannot be read, since the earlier job's state is then unknown. A note whose checkpoint
+    /// is gone has no effect.
     pub fn check_not_evicted(&self, job: &JobName) -> Result<(), Fault> {
         let folder = self.dir().join(job.as_str());
         let path = folder.join(FILE);
@@ -75,7 +75,7 @@ mod tests {
         let fault = store.check_not_evicted(&job).unwrap_err();
         assert!(fault.value.contains("longshore checkpoints") && fault.remedy.contains(FILE), "{fault}");
         fs::remove_file(&note).unwrap();
-        // Reading a folder fails.
+        // A folder in the note's place cannot be read as a file.
         fs::create_dir(&note).unwrap();
         store.check_not_evicted(&job).unwrap_err();
     }

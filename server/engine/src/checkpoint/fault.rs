@@ -8,7 +8,7 @@ pub(super) const FIELD: &str = "checkpoint";
 const ANOTHER: &str =
     "restore another checkpoint (ListCheckpoints names them), or copy this file again from its source";
 
-/// Made for `map_err`: an I/O error with its path and its operation.
+/// Returns a function for `map_err` that adds operation and path to an I/O error.
 pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Fault {
     let path = path.display().to_string();
     move |error| {
@@ -50,7 +50,7 @@ pub(super) fn defect(path: &Path, error: impl fmt::Display) -> Fault {
     Fault::new(FaultKind::Internal, FIELD, value, "encodable", "report this as a defect of Longshore")
 }
 
-/// The refusal of a version since which the number of servers changed. Callers ask for another version.
+/// Returns the refusal of a version after which the number of servers changed. Callers then ask for another version.
 pub(super) fn other_servers(asked: u32, servers: u32) -> Fault {
     let (value, limit) = (format!("of {asked} servers"), format!("of {servers}, as many as the job has now"));
     Fault::new(FaultKind::Precondition, "version", value, limit, "checkpoint again, on all of them")

@@ -38,13 +38,13 @@ pub(super) struct Draft {
 }
 
 impl Draft {
-    /// `sequence` is the checkpoint's.
+    /// `sequence` is the checkpoint's sequence, which becomes a part of the draft's name.
     pub(super) fn create(target: PathBuf, sequence: u64) -> Result<Draft, Fault> {
         let mut temporary = target.clone().into_os_string();
         temporary.push(format!("{TEMPORARY}{sequence}-{}", unique()));
         let temporary = PathBuf::from(temporary);
         let folder = parent(&target);
-        // Weights are as private as the training data.
+        // Only the owner may read the file, since weights are as private as the training data.
         let open = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary);
         let missing = missing_folders(&target);
         let mut tries = 0;
@@ -60,12 +60,12 @@ impl Draft {
                 opened => break Arc::new(opened.map_err(io("create", &temporary))?),
             }
         };
-        // Another server that checks the draft holds its lock for an instant. On a file system without locks, drafts of
-        // a killed server stay.
+        // The lock shows other servers that the draft's process lives. A server that checks for the lock takes it for
+        // an instant. On a file system without locks, drafts of a killed server stay.
         let _ = flock(&file, FlockOperation::LockExclusive);
         let draft = Draft { file, temporary, target, settled: AtomicBool::new(false) };
-        // With a draft inside, the folders stay. Their names are flushed too, or a crash could lose them with a flushed
-        // file.
+        // No server removes the folders from here on, since the draft is inside. Their names are flushed too. Otherwise
+        // a crash could lose a folder together with a flushed file inside.
         missing.iter().try_for_each(|folder| sync_folder(parent(folder)))?;
         Ok(draft)
     }
@@ -129,7 +129,7 @@ pub(super) fn remove_empty(folder: &Path) {
 /// Returns a suffix that no other process and no other call has.
 pub(super) fn unique() -> String {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
-    // Servers of several containers may share the folder, each as process 1.
+    // A process number is not unique: servers of several containers may share the folder, each as process 1.
     static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
     format!("{:x}-{}", *PROCESS, COUNTER.fetch_add(1, Ordering::Relaxed))
 }
@@ -139,7 +139,7 @@ pub(super) fn unique() -> String {
 pub(super) fn abandoned(path: &Path) -> Option<u64> {
     let (_, unique) = path.file_name()?.to_str()?.rsplit_once(TEMPORARY)?;
     let [sequence, _, _] = unique.split('-').collect::<Vec<_>>().try_into().ok()?;
-    // NFS locks only files that are open for writing.
+    // Opened for writing, since NFS locks no other files.
     let file = OpenOptions::new().write(true).open(path).ok()?;
     flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
     sequence.parse().ok()

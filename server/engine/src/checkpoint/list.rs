@@ -27,7 +27,8 @@ pub struct Listed {
     pub parts: u32,
     /// Servers with parts in this folder.
     pub visible: Vec<u32>,
-    /// The job has gone back since: a checkpoint sealed later has no later version, and another state.
+    /// True if the job has gone back since. Then a checkpoint that was sealed later has another state, and no higher
+    /// version.
     pub stale: bool,
     /// The fault that prevents a restore from this folder.
     pub damage: Option<Fault>,
@@ -85,7 +86,7 @@ fn look(folder: &Path, name: &str) -> Option<Listed> {
     }
 }
 
-/// Adds damage that the parts' lengths show. A restore compares bytes with hashes.
+/// Adds the parts in this folder, and damage that their lengths show. Only a restore compares bytes with hashes.
 fn whole(listed: Listed, folder: &Path, manifest: &Manifest) -> Listed {
     let (mut visible, mut damage) = (Vec::new(), None);
     for part in &manifest.parts {

@@ -12,10 +12,10 @@ use super::{
 use crate::{job::StoredImages, record, retired};
 
 pub(super) const FILE: &str = "manifest.json";
-/// Raised when a reader of the version before would misread the files.
+/// Version of the checkpoint format. A change that a reader of the version before would misread raises the number.
 pub const FORMAT_VERSION: u32 = 1;
 const FORMAT: &str = "longshore-checkpoint";
-/// Most bytes of a manifest. A million parameters take 300 MB, and a server has room for this limit.
+/// Largest size of a manifest in bytes. A million parameters take 300 MB, and a server has memory for this limit.
 const MAX_BYTES: u64 = 1 << 30;
 /// Digits that replace the digest while the digest is computed.
 const NO_DIGEST: &str = "0000000000000000000000000000000000000000000000000000000000000000";
@@ -113,7 +113,7 @@ impl Manifest {
         self.blake3 = NO_DIGEST.to_string();
         let blank = serde_json::to_string_pretty(self).map_err(|error| defect(path, error))? + "\n";
         self.blake3 = blake3::hash(blank.as_bytes()).to_hex().to_string();
-        // The digest is the first such string, since only two short fields precede it.
+        // The digest is the first occurrence, since only two short fields precede it.
         Ok(blank.replacen(NO_DIGEST, &self.blake3, 1).into_bytes())
     }
 
@@ -147,7 +147,7 @@ impl Manifest {
         let manifest: Manifest = serde_json::from_slice(&bytes).map_err(bad)?;
         let servers = manifest.parts.len() as u32;
         for (server, part) in (0..).zip(&manifest.parts) {
-            // A name with a path would lead out of the folder.
+            // Names are compared whole: a name with a path would lead out of the folder.
             if (part.server, part.servers) != (server, servers)
                 || part.file != Part::file_name(server, servers)
             {

@@ -28,7 +28,8 @@ pub struct Part {
     /// clocks, also after a job went back.
     pub sequence: u64,
     pub images: StoredImages,
-    /// The digest of the job's spec as JSON with tier memory, the same in every part.
+    /// Digest of the job's spec as JSON. Its tier is always written as `memory`, so that every part has the same
+    /// digest.
     pub spec: String,
     /// The digest of the last commit as JSON, the same in every part.
     pub commit: String,
@@ -56,7 +57,7 @@ impl Part {
         format!("server-{:05}-of-{servers:05}.safetensors", server + 1)
     }
 
-    /// The text that the RPC returns.
+    /// Returns the entry as the JSON with which a server answers the call that wrote its part.
     pub fn to_json(&self) -> Result<String, Fault> {
         serde_json::to_string(self).map_err(|error| super::fault::defect(self.file.as_ref(), error))
     }
@@ -74,7 +75,8 @@ pub(super) enum Array {
 }
 
 impl Array {
-    /// The arrays of a shard's state, in the order of a block's hash. A trained shard has the arrays of the rule.
+    /// Returns the arrays of a shard's state, in the order in which a block's hash takes them. A trained shard has the
+    /// arrays of its update rule.
     pub(super) fn state(spec: &JobSpec, frozen: bool) -> &'static [Array] {
         if frozen {
             return &[Array::Frozen];
@@ -140,7 +142,8 @@ impl fmt::Display for Array {
 /// hashes of no bytes, so that a block has the same row in each table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Table {
-    /// The hashes of master, first and second together, as in the state hash: one pass over the state serves both.
+    /// The hashes of master, first and second together, as in the state hash. So one pass over the state makes this
+    /// table and the state hash.
     State,
     Image,
     OlderImage,
@@ -165,7 +168,7 @@ impl Table {
     }
 }
 
-/// The tensors of a part's tail beside the tables hold JSON as bytes.
+/// Names of the tensors in a part's tail that hold JSON as bytes.
 pub(super) const SPEC: &str = "job.spec";
 pub(super) const COMMIT: &str = "job.commit";
 pub(super) const HASH_BYTES: u64 = 32;

@@ -8,9 +8,9 @@
 //! tail      hashes.state, hashes.image, hashes.older_image, job.spec, job.commit
 //! ```
 //!
-//! Optional data (the older image) and data of varying size (the commit) come last. The file is cut there, which keeps
-//! every offset before, and the format's rule against holes. The header is written last: without it no reader takes an
-//! unfinished file for a part.
+//! Optional data (the older image) and data of varying size (the commit) come last. If they are smaller than planned,
+//! the file is shortened there. So every earlier offset stays, and no hole remains, which the format forbids. The
+//! header is written last: without it no reader takes an unfinished file for a part.
 
 use std::collections::HashMap;
 
@@ -27,8 +27,8 @@ use crate::job::StoredImages;
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Data start on a page, so that a reader may map the file.
 const PAGE: u64 = 4096;
-/// Room for the JSON of a commit without groups and trainer state, about twice its largest size. The same for one group
-/// follows.
+/// Bytes for the JSON of a commit without groups and trainer state, about twice its largest size. `GROUP_BYTES` is the
+/// same for one group.
 const COMMIT_BYTES: u64 = 1024;
 const GROUP_BYTES: u64 = 1024;
 
@@ -70,7 +70,7 @@ impl PartPlan<'_> {
         }
     }
 
-    /// The arrays from one shard's data to the next's, without older images.
+    /// Returns the arrays that lie together in a shard's data. Older images follow after all shards.
     fn near(&self, shard: ShardId) -> impl Iterator<Item = Array> {
         let frozen = self.layout.is_frozen(shard);
         let image = (self.spec.max_delay >= 1 && !frozen).then_some(Array::Image);

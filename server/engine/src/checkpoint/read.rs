@@ -1,7 +1,7 @@
 //! A part opened for reading, with header and tail verified and tensors found by name.
 //!
-//! A length in a file is a claim: a sparse file of a few bytes can claim any. So memory is allocated for the header, up
-//! to its limit, and for bytes that were read.
+//! A length in a file is a claim: a sparse file of a few bytes can claim any. So memory is allocated only for the
+//! header, up to its limit, and for bytes that were read.
 
 use std::{
     collections::HashMap,

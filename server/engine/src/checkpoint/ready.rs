@@ -56,8 +56,8 @@ impl Store {
         Draft::create(target, 0)?.reserve(bytes)
     }
 
-    /// Path of a file in folders of its own, which are removed with it. Neither a job nor another server can
-    /// have such names.
+    /// Returns the path of a probe file, in folders of its own that are removed with the file. No job and no other
+    /// server has the same names.
     fn probe(&self) -> PathBuf {
         let unique = RandomState::new().hash_one(std::process::id());
         self.dir().join(format!(".probe-{unique:016x}")).join("probe").join("part")

@@ -50,7 +50,7 @@ impl Store {
         if !self.writers.leave(&folder.join(Part::file_name(server, servers)), author) {
             return Ok(());
         }
-        // A server that seals the checkpoint now has seen this part.
+        // A server that has the lock seals the checkpoint, and has seen this part. So the part stays.
         let Some(_lock) = try_lock(&folder) else { return Ok(()) };
         if folder.join(manifest::FILE).exists() {
             return Ok(());
@@ -75,7 +75,7 @@ impl Store {
             }
             for file in fs::read_dir(folder.path()).into_iter().flatten().flatten() {
                 if is_entry(&file.path()) {
-                    // A part is there after its entry.
+                    // The entry is written first, so its part may be missing.
                     let part =
                         read_entry(&file.path()).filter(|part| folder.path().join(&part.file).exists());
                     found.extend(part.map(|part| (name.clone(), part)));
@@ -102,13 +102,13 @@ impl Store {
     }
 }
 
-/// Renames the folder, then removes it, so that a crash in between leaves no checkpoint without parts. Returns false
-/// while another server seals the checkpoint.
+/// Renames the folder before its removal. So a crash during the removal leaves no checkpoint that lacks parts. Returns
+/// false while another server seals the checkpoint.
 fn remove(folder: &Path) -> Result<bool, Fault> {
     let Some(_lock) = try_lock(folder) else { return Ok(false) };
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let removed = folder.with_file_name(format!("{REMOVED}{name}-{}", files::unique()));
-    // Some mounts rename no folder.
+    // Some mounts cannot rename a folder, which is then removed under its old name.
     let removed = fs::rename(folder, &removed).map_or_else(|_| folder.to_path_buf(), |()| removed);
     files::sync_folder(files::parent(folder))?;
     clear(&removed);

@@ -1,11 +1,12 @@
 //! A restore in three acts that may each be repeated: check, load and hold, start.
 //!
-//! A client of several servers lets all of them hold before the first starts. A client repeats an act whose answer was
-//! lost. The repeat succeeds if the job holds the checkpoint, was started from it, or has the same state to the bit.
+//! A client of several servers lets every server hold the checkpoint before the first one starts. A client repeats an
+//! act whose answer was lost. The repeat succeeds if the job holds the checkpoint, was started from it, or has its
+//! exact state.
 //!
-//! The source is a sealed checkpoint of any number of servers, size of shards, and tier. The same parameters have the
-//! same flat space, so a new shard takes its element ranges from the old shards. All are whole blocks, as hashes need.
-//! Only needed bytes are read, and each is verified.
+//! The source is a sealed checkpoint of any number of servers, size of shards, and tier. A new shard takes its element
+//! ranges from the old shards, since the same parameters have the same flat space. All ranges are whole blocks, for
+//! which the checkpoint has hashes. Only needed bytes are read, and each is verified.
 
 use std::{ops::Range, path::Path, sync::Arc, time::Instant};
 
@@ -123,7 +124,7 @@ struct Source {
     layout: Layout,
     /// The parts in this folder, or the fault of a missing part, which this server may not need.
     readers: Vec<Result<PartReader, Fault>>,
-    /// By old shard: the part that has it.
+    /// Index of the part that has a shard, by shard of the checkpoint.
     owners: Vec<usize>,
     images: StoredImages,
 }
@@ -166,7 +167,7 @@ impl Source {
 
     fn info(&self) -> Result<RestoreInfo, Fault> {
         let Manifest { version, applied, commit, state_hash, parts, .. } = &self.manifest;
-        // Each part's entry has the digests of all that is in it.
+        // A digest of the entries covers the contents, since each entry has the digests of its whole part.
         let parts = serde_json::to_vec(parts).map_err(|error| defect(Path::new(manifest::FILE), error))?;
         Ok(RestoreInfo {
             version: *version,
@@ -195,7 +196,7 @@ impl Source {
         self.fill_blocks(job, shard, job.layout().shard_range(shard), loaded)
     }
 
-    /// The same for some blocks of a shard, by their range in the flat space.
+    /// Fills some blocks of a shard as `fill` does. `range` gives them in the flat space.
     fn fill_blocks(
         &self,
         job: &Job,
@@ -283,8 +284,8 @@ impl Source {
         corrupt(value, format!("of BLAKE3 {}, as it was written", hex(expected)))
     }
 
-    /// Reads one shard and compares it with its hashes, block by block, since the memory is outside the server's
-    /// budget.
+    /// Reads one shard and compares it with its hashes. Memory holds a single block at a time, since this memory is
+    /// outside the server's budget.
     fn verify(&self, job: &Job, shard: ShardId) -> Result<(), Fault> {
         let mut starts = job.layout().shard_range(shard).step_by(BLOCK_ELEMENTS as usize);
         starts.try_for_each(|start| self.verify_block(job, shard, start))
@@ -332,7 +333,7 @@ impl Source {
         if found.version != info.version {
             return Err(other());
         }
-        // `hashes` is by owned shard in forward order, then by block.
+        // `hashes` is sorted by owned shard in forward order, then by block.
         let mut hashes = hashes.into_iter().map(|(_, hash)| hash);
         for shard in job.owned_at(Step(info.version.0)) {
             let slices = self.layout.slices(job.layout().shard_range(shard));
@@ -369,7 +370,7 @@ fn check_commit(manifest: &Manifest) -> Result<(), Fault> {
     commit.validate(&manifest.spec)
 }
 
-/// The first field in which the job is another model than the checkpoint's.
+/// Returns the fault of the first field in which the job's model differs from the checkpoint's.
 fn check_same_model(checkpoint: &JobSpec, job: &JobSpec, images: StoredImages) -> Result<(), Fault> {
     // Fields that may differ are made equal, so that the comparison of specs in open calls serves here too.
     let alike = JobSpec {

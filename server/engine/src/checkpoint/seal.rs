@@ -45,7 +45,7 @@ impl Store {
         self.seal_locked(job, name, parts)
     }
 
-    /// The same under the folder's lock, which keeps parts from being discarded meanwhile.
+    /// Seals as `seal` does. The caller has the folder's lock, which keeps parts from being discarded meanwhile.
     pub(super) fn seal_locked(&self, job: &JobName, name: &str, parts: &[String]) -> Result<Sealed, Fault> {
         let folder = self.folder(job, name)?;
         let parts = parse(job, parts)?;
@@ -74,7 +74,7 @@ impl Store {
         files::publish(path.clone(), manifest.sequence, &bytes)?;
         self.writers.sealed(&folder);
         for part in &manifest.parts {
-            // The manifest has them now; a file that stays does no harm.
+            // The manifest has the entries now, so an entry's file that stays does no harm.
             let _ = fs::remove_file(entry_path(&folder.join(&part.file)));
         }
         tracing::info!(%job, name, version = %manifest.version, state_hash = ?manifest.state_hash, "checkpoint sealed");
@@ -87,7 +87,7 @@ impl Store {
         let folder = self.folder(job, name)?;
         let _lock = lock(&folder);
         if folder.join(manifest::FILE).exists() {
-            // Parts may lie in other folders, or be gone.
+            // The checkpoint is sealed, but its parts may lie in other folders, or be gone.
             return Ok((0..servers).all(|server| folder.join(Part::file_name(server, servers)).exists()));
         }
         let mut parts = Vec::new();
@@ -95,7 +95,7 @@ impl Store {
             let part = folder.join(Part::file_name(server, servers));
             let path = entry_path(&part);
             if !part.exists() {
-                // A part's entry comes first.
+                // The entry is written before its part, so an entry alone does not count.
                 return Ok(false);
             }
             match fs::read_to_string(&path) {
@@ -109,7 +109,7 @@ impl Store {
     }
 }
 
-/// Path of a part's own manifest entry, until the manifest has it.
+/// Returns the path of a part's own entry, which is needed until the manifest has the entry.
 pub(super) fn entry_path(part: &Path) -> PathBuf {
     part.with_extension("part.json")
 }
@@ -118,14 +118,15 @@ pub(super) fn is_entry(path: &Path) -> bool {
     path.to_str().is_some_and(|path| path.ends_with(".part.json"))
 }
 
-/// Locks a checkpoint's parts against removal during the seal. Waits while others seal or remove parts. None where the
-/// file system has no locks, and so no protection.
+/// Locks a checkpoint's parts against removal during the seal. Waits while others seal or remove parts. Returns None
+/// where the file system has no locks; nothing protects the parts then.
 pub(super) fn lock(folder: &Path) -> Option<File> {
     let folder = File::open(folder).ok()?;
     flock(&folder, FlockOperation::LockExclusive).ok().map(|()| folder)
 }
 
-/// The same without a wait: None while another server seals the checkpoint.
+/// Locks as `lock` does, without a wait. Returns None while another server has the lock, and `Some(None)` where no lock
+/// can be had.
 pub(super) fn try_lock(folder: &Path) -> Option<Option<File>> {
     let Ok(folder) = File::open(folder) else { return Some(None) };
     match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
@@ -163,7 +164,7 @@ fn parse(job: &JobName, texts: &[String]) -> Result<Vec<Part>, Fault> {
         if part.server >= part.servers {
             return Err(invalid(field("server"), part.server, format!("below {}", part.servers)));
         }
-        // This also keeps a part from naming a file elsewhere.
+        // The comparison also keeps a part from naming a file in another folder.
         let expected = Part::file_name(part.server, part.servers);
         if part.file != expected {
             return Err(invalid(field("file"), format!("{:?}", part.file), expected));
@@ -222,7 +223,7 @@ fn job_of(own: &PartReader) -> Result<(JobSpec, Option<longshore_proto::Commit>)
     ))
 }
 
-/// Checks that every shard of the layout is there once, where the layout has it.
+/// Checks that the parts have every shard of the layout once, at its place in the flat space.
 pub(super) fn check_shards(layout: &Layout, parts: &[Part]) -> Result<(), Fault> {
     let mut seen = vec![false; layout.shards() as usize];
     for (index, part) in parts.iter().enumerate() {

@@ -34,7 +34,7 @@ struct Sink {
     data_start: u64,
     /// The part's shards, in forward order.
     shards: Vec<ShardId>,
-    /// The data offsets of all arrays that a shard may have, by shard of the part.
+    /// The data offsets of all arrays that a shard may have, for each of the part's shards.
     places: Vec<Vec<(Array, u64)>>,
 }
 
@@ -71,7 +71,7 @@ impl Store {
         if folder.join(manifest::FILE).exists() {
             return sealed_part(job, &folder, name, expected, deadline);
         }
-        // A second part of the same state would differ in its header's order.
+        // The part is not written twice: a second one of the same state would differ in its header's order.
         if let Some(part) = turn.found(job, name, expected)? {
             return Ok(part);
         }
@@ -151,7 +151,7 @@ pub(super) fn plan<'a>(job: &'a Job, shards: &'a [ShardId], spec: &[u8]) -> Part
     PartPlan { spec: job.spec(), layout: job.layout(), shards, server, servers, spec_bytes }
 }
 
-/// Most room that a part takes.
+/// Largest room that a part can take.
 pub(super) struct Room {
     data_start: u64,
     pub(super) bytes: u64,
@@ -199,8 +199,8 @@ impl Sink {
         let info =
             snapshot.run(deadline, |piece| self.take(piece, layout, &mut hashes[self.index(piece)]))?;
         let part = self.finish(plan, spec, info, &hashes)?;
-        // The entry lies beside the part, so that draining servers need no client to exchange entries. The entry comes
-        // first: its sequence says when the part is superseded.
+        // The entry lies beside the part, so that draining servers need no client to exchange entries. The entry is
+        // written first, since its sequence tells other servers when the part is superseded.
         files::publish(entry_path(self.draft.path()), self.sequence, part.to_json()?.as_bytes())?;
         self.draft.publish()?;
         Ok(part)
@@ -267,7 +267,7 @@ impl Sink {
         self.put(header.tail, &tail)?;
         self.draft.file.set_len(bytes).map_err(io("truncate", path))?;
         self.draft.file.write_all_at(&header.bytes, 0).map_err(io("write", path))?;
-        // Parts of a job that changes its tier have one spec.
+        // All parts have the same spec, also where the job's servers are of several tiers.
         let of_all = JobSpec { tier: TierKind::Memory, ..plan.spec.clone() };
         let of_all = serde_json::to_vec(&of_all).map_err(|error| defect(path, error))?;
         Ok(self.entry(plan, info, images, bytes, [&of_all, &commit, &header.bytes, &tail]))

@@ -59,7 +59,7 @@ impl OpenDisk for OpenFile {
 fn allocate(file: &File, flags: FallocateFlags, range: Range<u64>) -> io::Result<()> {
     match fallocate(file, flags, range.start, range.end - range.start) {
         Ok(()) => Ok(()),
-        // Without the call a sparse file would promise space it may not get.
+        // Without fallocate the file would be sparse, and a later write could find the disk full.
         Err(Errno::OPNOTSUPP) => Err(io::Error::new(
             io::ErrorKind::Unsupported,
             "this file system cannot reserve space (fallocate): use ext4, xfs or tmpfs",

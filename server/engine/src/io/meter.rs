@@ -54,7 +54,7 @@ impl Operation {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
-    /// Finished requests, by [`LATENCIES`]. The last count is of longer ones.
+    /// Number of finished requests in each bucket of [`LATENCIES`]. The last count is of longer requests.
     pub latencies: [u64; LATENCIES.len() + 1],
     pub time: Duration,
     pub bytes: u64,
@@ -81,7 +81,7 @@ impl Counts {
     }
 
     fn counted(&self) -> Counted {
-        // Read before the beginnings, so that no more have ended than begun.
+        // Ended requests are read before begun ones, so that no more have ended than begun.
         let ended = self.ended.load(Relaxed);
         Counted {
             latencies: self.latencies.each_ref().map(|count| count.load(Relaxed)),
@@ -100,7 +100,7 @@ impl Drives {
         Drives(folders.iter().map(|folder| (folder.clone(), Arc::default())).collect())
     }
 
-    /// The counts of each folder, by [`Operation::ALL`].
+    /// The counts of each folder, in the order of [`Operation::ALL`].
     pub fn counted(&self) -> impl Iterator<Item = (&Path, [Counted; 3])> {
         self.0.iter().map(|(folder, counts)| (folder.as_path(), counts.each_ref().map(Counts::counted)))
     }

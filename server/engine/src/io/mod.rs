@@ -108,7 +108,8 @@ pub enum Engine {
     Threads,
 }
 
-/// Runs one request to its end, for records and tables. A device that is silent for too long keeps the buffer.
+/// Runs one request to its end, for records and tables. If the device is silent for `SILENCE`, the disk keeps the
+/// buffer.
 pub(crate) fn transfer(
     disk: &dyn Disk,
     direction: Direction,

@@ -38,7 +38,7 @@ impl Threads {
     }
 
     pub(super) fn submit(&self, request: Request) {
-        // The threads live until the sender is dropped.
+        // The send cannot fail, since the threads live until the sender is dropped.
         if let Some(queue) = &self.queue {
             let _ = queue.send(request);
         }
@@ -50,7 +50,7 @@ impl Drop for Threads {
         self.queue = None;
         for thread in self.threads.drain(..) {
             // A request's `done` may hold the last reference to the disk. This code then runs on one of the disk's
-            // threads.
+            // threads, which cannot join itself.
             if thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }

@@ -121,8 +121,8 @@ impl Drop for Uring {
     fn drop(&mut self) {
         lock(&self.shared.queue).closed = true;
         self.wake();
-        // A request's `done` may hold the last reference to the disk. Then this code runs on the disk's
-        // thread.
+        // A request's `done` may hold the last reference to the disk. This code then runs on the disk's thread, which
+        // cannot join itself.
         if let Some(thread) =
             self.thread.take().filter(|thread| thread.thread().id() != thread::current().id())
         {
@@ -131,7 +131,7 @@ impl Drop for Uring {
     }
 }
 
-/// Builds the newest kind of ring that this kernel knows. Each flag helps and none is needed.
+/// Builds the newest kind of ring that this kernel knows. Each flag makes the ring cheaper, and none is needed.
 fn build() -> io::Result<(IoUring, &'static str)> {
     let depth = QUEUE_DEPTH + 1;
     let mut builder = IoUring::builder();

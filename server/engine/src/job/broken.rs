@@ -69,7 +69,7 @@ impl Job {
         Ok(fault)
     }
 
-    /// Ends the job here if a broken shard is nowhere else.
+    /// Ends the job here if no other server has the state of a broken shard.
     pub(super) fn check_reparable(&self) -> Result<(), Fault> {
         if self.share.spec.replicas == 1 {
             return Ok(());

@@ -39,7 +39,7 @@ impl Job {
             }
         }
         drop(machine);
-        // A join that waits is tried again after each change.
+        // Joins that wait, as those of other ranks for rank 0, are tried again after each change.
         if is_bound || is_resized {
             self.protocol.notify();
         }
@@ -75,7 +75,8 @@ impl Job {
         if let Some(change) = commit.placement.as_ref().filter(|_| step == before.next_step()) {
             machine.placement().check(change, step)?;
         }
-        // A decision that another server has already is not held up.
+        // Only rank 0's own decision waits for owed gradients. An earlier process's decision may be on other servers
+        // already.
         if step == before.next_step()
             && commit.decided_by == incarnation
             && machine.check_rank_zero(incarnation).is_ok()
@@ -100,7 +101,8 @@ impl Job {
     }
 
     /// Refuses a decision whose left-out parameters do not follow from the decision before. Also refuses a decision
-    /// that leaves out other parameters than those without a gradient here. Other checks cover origin and completeness.
+    /// that leaves out a parameter with a gradient here, or keeps one without. Other checks cover origin and
+    /// completeness.
     ///
     /// A decision of an earlier process of rank 0 is not compared with the gradient. Another server has applied that
     /// decision, and a refusal here would keep the servers apart for ever. A restarted rank may have computed another

@@ -73,7 +73,7 @@ impl Job {
         placement.validate(self.share.layout.shards())?;
         let mut machine = self.protocol.machine();
         if *machine.placement() == placement {
-            // The first call's answer was lost.
+            // The placement was taken by an earlier call, whose answer was lost.
             return Ok(machine.check_rank_zero(incarnation).map(|()| true)?);
         }
         if self.protocol.written().is_some_and(|durable| durable < machine.version())
@@ -123,7 +123,7 @@ impl Job {
         machine.owned_index(shard).is_ok_and(|owned| machine.owns(owned, step))
     }
 
-    /// A new replica has the state of a shard. Returns the updates that waited for that.
+    /// Notes that a new replica has the state of a shard. Returns the updates that waited for the replica.
     pub fn arrived(&self, shard: ShardId, version: Version) -> Result<Vec<Work>, Fault> {
         let mut machine = self.protocol.machine();
         let owned = machine.owned_index(shard)?;
@@ -135,7 +135,7 @@ impl Job {
         self.protocol.machine().last_of(lost)
     }
 
-    /// Ends the waits for servers that are lost. Returns the updates that waited for replicas there.
+    /// Ends the waits for servers that are lost. Returns the updates that waited for replicas on these servers.
     pub fn lose(&self, lost: Vec<ServerId>) -> Vec<Work> {
         self.protocol.machine().lose(lost)
     }
@@ -146,8 +146,8 @@ impl Job {
         machine.owned_index(awaited.shard).is_ok_and(|owned| machine.awaits(owned, awaited.version))
     }
 
-    /// Returns true if this server was prepared for a running job and never owned a shard. It may be opened for other
-    /// shards then.
+    /// Returns true if this server was prepared for a running job and never owned a shard. Such a job may be opened for
+    /// other shards.
     pub fn is_spare(&self) -> bool {
         self.share.placement.epoch > Epoch(1) && self.protocol.machine().is_without_shards()
     }
@@ -157,12 +157,12 @@ impl Job {
         self.protocol.machine().is_held()
     }
 
-    /// Number of shards whose state is not here, also of those whose source is lost.
+    /// Number of shards whose state is not here, even if the server that should send it is lost.
     pub fn lacking(&self) -> usize {
         self.protocol.machine().lacking()
     }
 
-    /// The shards whose state this server fetches, by version.
+    /// The shards whose state this server fetches, each with the fetched version.
     pub fn awaited(&self) -> Vec<Awaited> {
         self.protocol.machine().awaited()
     }
@@ -172,7 +172,7 @@ impl Job {
         !self.protocol.machine().handed().is_empty()
     }
 
-    /// Frees memory and space of shards that other servers own now. Waits for snapshots that still copy them.
+    /// Frees memory and space of shards that other servers own now. Waits for snapshots that still copy these shards.
     pub fn free_handed(&self) {
         let handed = self.protocol.machine().handed();
         for owned in handed {
@@ -208,7 +208,7 @@ impl Job {
     /// for shards of an earlier plan that never came is given back.
     ///
     /// # Errors
-    /// `Exhausted` if there is no room by now. Those of `admit`.
+    /// `Exhausted` if there is no room by now, and the errors of `admit`.
     pub fn make_room<T>(
         &self,
         shards: &[ShardId],
@@ -246,7 +246,7 @@ impl Job {
         Need::of_shard(spec, layout, self.share.shard(owned), self.images.are_spilled())
     }
 
-    /// Returns Some once a shard has the last version that this server makes of it.
+    /// Returns Some once this server has made its last version of a shard.
     pub fn check_fetch(&self, shard: ShardId, version: Version) -> Result<Option<()>, Fault> {
         self.protocol.check_alive()?;
         let machine = self.protocol.machine();
@@ -261,7 +261,7 @@ impl Job {
         let shape = Shape::of_shard(&self.share.spec, &self.share.layout, shard);
         let arrays = shape.arrays(self.share.elements(owned));
         bytes[..arrays.len()].copy_from_slice(&arrays);
-        // The image of an exact job follows from its master weights.
+        // The image of an exact job follows from its master weights, so it is not transferred.
         if self.share.spec.max_delay > 0 && !self.share.is_frozen(owned) {
             bytes[IMAGE as usize..].fill(self.images.len(owned));
         }
@@ -294,7 +294,7 @@ impl Job {
         array: u32,
         bytes: Range<usize>,
     ) -> Result<Vec<u8>, Fault> {
-        // A new replica that is lost meanwhile may not read the state.
+        // Checked before each read: a new replica that has been lost meanwhile may not read the state.
         self.check_fetch(shard, version)?.ok_or_else(|| lost(shard, version))?;
         let owned = self.protocol.machine().owned_index(shard)?;
         let mut copy = Vec::with_capacity(bytes.len());
@@ -330,7 +330,7 @@ impl Job {
             let limit = format!("within its {length}, and whole blocks of an image");
             return Err(Fault::invalid("fetch.offset", value, limit, remedy));
         }
-        // Snapshots of a version from before the shard left this server copy it first.
+        // If this server had the shard earlier, a snapshot may still need that state. Such snapshots copy it first.
         self.snapshots.take_before(self, owned, awaited.version.next_step());
         if array >= IMAGE {
             let age = if array == IMAGE { ImageAge::Current } else { ImageAge::Older };
@@ -352,8 +352,8 @@ impl Job {
         Ok((self.tier.images.is_none() || is_made).then_some(()))
     }
 
-    /// All bytes of an awaited shard are written, the older image's too if `has_older`. Returns the updates that waited
-    /// for the shard.
+    /// Notes that all bytes of an awaited shard are written, the older image's too if `has_older`. Returns the updates
+    /// that waited for the shard.
     pub fn fetched(&self, awaited: &Awaited, has_older: bool) -> Result<Vec<Work>, Fault> {
         self.protocol.check_alive()?;
         let (owned, version) = (self.protocol.machine().owned_index(awaited.shard)?, awaited.version);

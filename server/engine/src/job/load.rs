@@ -1,8 +1,8 @@
 //! A job's first state: progress of its upload, a checkpoint's shards, and the start. Calls of rank 0 or an operator
 //! run this on their own threads.
 //!
-//! A restore has two acts: every server loads and holds the checkpoint, and only then are all started. So a fault on
-//! one server leaves no job that trains on another.
+//! A restore has two acts: every server loads and holds the checkpoint, and only then are all started. So if one server
+//! cannot load, the job does not train on the others.
 
 use std::sync::MutexGuard;
 
@@ -21,7 +21,7 @@ use crate::{
 
 /// Progress of the first state.
 pub(super) struct Load {
-    /// By owned shard, then by array and chunk: the checksum of an uploaded chunk. A frozen shard has chunks of weights
+    /// Checksum of each uploaded chunk, by owned shard, then by array and chunk. A frozen shard has chunks of weights
     /// alone.
     pub(super) checksums: Vec<[Vec<Option<u32>>; 3]>,
     /// Kind of the upload, once a chunk of it is stored.
@@ -29,11 +29,11 @@ pub(super) struct Load {
     pub(super) source: Source,
     /// The checkpoint that is being loaded or is held, or that the job has started from.
     pub(super) origin: Option<CheckpointId>,
-    /// Number of shards loaded from it so far.
+    /// Number of shards loaded from `origin` so far.
     pub(super) shards: u32,
-    /// The current load must end before it reads its next shard.
+    /// True if the current load must end before it reads its next shard.
     pub(super) cancelled: bool,
-    /// The job is no longer served, so no load may begin, for good.
+    /// True once the job is no longer served. No load may begin then.
     pub(super) closed: bool,
 }
 
@@ -334,8 +334,8 @@ impl Job {
                 continue;
             }
             let mut current = self.images.to_make(owned, version);
-            // The images of versions v - 1 and v + 1 share one place. The next version's is requested here, since
-            // version 0 has no version before.
+            // The images of versions v - 1 and v + 1 share one place. The place is requested by v + 1, since version 0
+            // has no version before.
             let mut older = self.images.to_make(owned, Version(version.0 + 1));
             let length = self.images.len(owned);
             let mut result = Ok(());
@@ -350,7 +350,7 @@ impl Job {
             older.set(with_older.then(|| Version(version.0 - 1)));
             drop((current, older));
             if self.images.are_spilled() {
-                // The image window does not keep loaded images until the start.
+                // The image window does not keep loaded images until the start, so the tier stores them now.
                 self.images.store(owned, version)?;
             }
             self.note_loaded();
@@ -372,7 +372,7 @@ impl Job {
                 state.arrays.into_iter().for_each(|array| array.fill(0));
             });
             if let Err(fault) = cleared {
-                // The next load of this shard then fails too.
+                // The failure is only logged, since the next load of this shard then fails too.
                 tracing::error!(job = %self.share.spec.name, %fault, "could not clear a shard after a failed load");
             }
         }
@@ -397,7 +397,7 @@ impl Job {
         load.finish();
         drop(load);
         let started = self.make_images(Version(0), StoredImages::None).and_then(|()| self.start(&record));
-        // The job waits for weights again.
+        // After a failure the job waits for weights again.
         started.inspect_err(|_| self.unload())
     }
 
@@ -479,7 +479,7 @@ impl Job {
         for (owned, shard) in here.iter().filter(|(owned, of)| !of.awaited && !self.share.is_frozen(*owned)) {
             self.images.found(*owned, shard, self.tier.kept.as_ref())?;
         }
-        // The process before may have died before it gave their space back.
+        // The earlier process may have died before it freed the space of shards that are now elsewhere.
         let is_away = |owned: &OwnedShard| kept.shards[owned.index()].is_none();
         self.share.all().filter(is_away).for_each(|owned| self.release_space(owned));
         lock(&self.load).finish();

@@ -52,7 +52,7 @@ impl Job {
         let need = Need::of(spec, layout, &placement.held(*server), storage);
         let reservation = budget.reserve(&need)?;
         let signal = Arc::new(Signal::new(observer));
-        // A tier that keeps the buffers brings the memory for them.
+        // A tier that keeps the buffers brings their memory, so none is allocated here.
         let space = (!tier::keeps_buffers(spec)).then(|| Space::allocate(&share, storage));
         let space = space.transpose().map_err(exhausted)?;
         let inputs = Inputs { spec, layout, owned, placement, server: *server, storage };
@@ -66,7 +66,7 @@ impl Job {
         let of_tier = |slab| Space { slab, shared: None, widths: Widths::of(spec) };
         let space = space.or_else(|| buffers.map(of_tier));
         let space = space.expect("a tier that keeps the buffers gives their memory");
-        // An earlier process has left the buffers of the shards that it had.
+        // Buffers that an earlier process has left are not new: their contents count.
         let is_new = !matches!(recovered, Recovered::Interrupted(_));
         let Buffers { images, gradients, shared } =
             Buffers::over(space, &share, is_new, compute.pool()).map_err(exhausted)?;
@@ -163,7 +163,8 @@ impl Need {
         }
     }
 
-    /// Bytes of one more shard beside others. Buffers, tables and connections come once for all shards.
+    /// Bytes that one more shard adds to a job. Buffers, tables and connections serve all shards, and are not counted
+    /// here.
     pub fn of_shard(spec: &JobSpec, layout: &Layout, shard: ShardId, spills: bool) -> Need {
         let StoreNeed { state, disk, .. } = tier::shard_need(spec, layout, shard, spills);
         if spills {
@@ -247,7 +248,7 @@ fn buffered(share: &Share, owned: OwnedShard) -> usize {
 #[derive(Clone, Copy)]
 struct Size {
     bytes: usize,
-    /// The array's shard is this server's from the start.
+    /// True if the array's shard is this server's from the start.
     used: bool,
 }
 
@@ -297,7 +298,8 @@ fn sizes(share: &Share, widths: Widths, apart: bool) -> Vec<Size> {
 }
 
 impl Buffers {
-    /// `pool` is the threads that will work on the buffers. If `is_new`, those that are used from the start are touched.
+    /// `pool` is the threads that will work on the buffers. If `is_new`, buffers that are used from the start are
+    /// touched.
     fn over(
         space: Space,
         share: &Share,

@@ -42,8 +42,8 @@ impl Signal {
     }
 }
 
-/// The step machine and the threads that wait for its changes. The machine's lock comes first: its holder may take the
-/// locks of gradients and snapshots, and never the other way round.
+/// The step machine and the threads that wait for its changes. A thread that holds the machine's lock may take the
+/// locks of gradients and snapshots. A thread that holds one of these locks never waits for the machine's.
 pub struct Protocol {
     name: JobName,
     machine: Mutex<Machine>,
@@ -53,7 +53,7 @@ pub struct Protocol {
     failed: OnceLock<Fault>,
     /// Unfinished work of an earlier process of this server, which the compute thread does first.
     unfinished: Mutex<Vec<Work>>,
-    /// The compute thread has finished work, and has yet to wake the waiting threads.
+    /// True if the compute thread has finished work, and has yet to wake the waiting threads.
     owed: AtomicBool,
     signal: Arc<Signal>,
 }
@@ -90,8 +90,8 @@ impl Protocol {
     }
 
     /// Wakes the threads that wait for the last finished work. The compute thread first gives the update threads their
-    /// next blocks: waking takes 0.1 ms a shard, on the compute thread's core. Woken first, a step of 48 shards took
-    /// 120.3 ms instead of 118.9.
+    /// next blocks: waking takes 0.1 ms a shard, on the compute thread's core. With the wake-ups first, a step of 48
+    /// shards took 120.3 ms instead of 118.9.
     pub(super) fn notify_owed(&self) {
         if self.owe(false) {
             self.notify();
@@ -193,7 +193,7 @@ impl Protocol {
         }
         self.fence_in(&mut machine, Rank(0), incarnation)?;
         if !there {
-            // The machine stays locked, so that no decision comes in between.
+            // The machine stays locked, so that no step is decided between the check and the end.
             self.end(ended);
         }
         drop(machine);
@@ -266,8 +266,8 @@ impl Protocol {
         self.stand(|machine| machine.pause(incarnation, reason.to_string()))
     }
 
-    /// Ends the pause that began at `version`, or the current one, and keeps that in the tier. Returns false
-    /// while the version is not durable.
+    /// Ends the pause that began at `version`, or the current one, and keeps the end in the tier. Returns false while
+    /// the version is not durable.
     pub fn resume(&self, version: Option<Version>, loss_scale: f64) -> Result<bool, Fault> {
         self.stand(|machine| machine.resume(version, loss_scale))
     }
@@ -283,8 +283,8 @@ impl Protocol {
         if change(&mut machine)?
             && let Some(kept) = &self.durable
         {
-            // The machine stays locked: no decision may come in between, and no caller may learn of the new standing
-            // before the tier has it.
+            // The machine stays locked, so that no step is decided between the change and its record. No caller may
+            // learn of the new standing before the tier has it.
             kept.stand(&machine.record()).inspect_err(|fault| self.end(fault))?;
         }
         drop(machine);

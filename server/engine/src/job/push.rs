@@ -26,8 +26,8 @@ use crate::{
     step::{Admission, Ticket, Work},
 };
 
-/// Most bytes under one lock of a rank's buffer (20 us), or read from a socket by one call (50 us). They still lie in
-/// L2 when their checksum is taken.
+/// Largest number of bytes under one lock of a rank's buffer (20 us), or of one socket read (50 us). So few bytes still
+/// lie in L2 when their checksum is taken.
 const LOCKED_BYTES: usize = 256 * 1024;
 
 /// Access to a chunk's part of its rank's buffer while the payload arrives. An unfinished value that is dropped stores
@@ -38,7 +38,7 @@ pub struct Writing {
     /// The bytes of the rank's gradient that have not arrived yet.
     left: Range<usize>,
     sum: Crc32,
-    /// The buffer of those bytes, if gradients live on drives.
+    /// Buffer of the chunk, if gradients live on drives.
     staged: Option<Staged>,
     finished: bool,
 }
@@ -68,8 +68,8 @@ impl Writing {
         Ok(())
     }
 
-    /// Reads at most `most` next bytes of the payload to their place, with one call of `read`. Their checksum is taken
-    /// in cache.
+    /// Reads the next bytes of the payload, at most `most`, to their place with one call of `read`. Their checksum is
+    /// taken while they are in cache.
     ///
     /// # Errors
     /// The error of `read`; no byte has arrived then.
@@ -104,8 +104,9 @@ impl Writing {
         }
     }
 
-    /// Calls `fill` with the memory of at most `most` next bytes, which `fill` writes and counts. Then takes the
-    /// statistics of the blocks that those bytes complete. Contributions that are summed need none.
+    /// Calls `fill` with the memory of the next bytes, at most `most`. `fill` writes some of them and returns their
+    /// number. Then takes the statistics of the blocks that the written bytes complete. Contributions that are summed
+    /// need none.
     fn fill(
         &mut self,
         most: usize,

@@ -13,7 +13,7 @@ use crate::{
     tier::{self, Storage},
 };
 
-/// Returns the number of shards that fit a server without the job, counted in the largest. `memory` is free there.
+/// Returns the number of shards that fit a server without the job, the largest shards first. `memory` is free there.
 pub fn room(spec: &JobSpec, layout: &Layout, storage: &Storage, memory: u64) -> usize {
     let need = |shards: &[ShardId]| Need::of(spec, layout, shards, storage);
     let mut shards: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
@@ -33,7 +33,7 @@ fn by_bytes(need: &Need) -> Reverse<(u64, u64)> {
 }
 
 impl Job {
-    /// Returns the number of further shards that fit this server, counted in the largest. Memory and space of an
+    /// Returns the number of further shards that fit this server, the largest shards first. Memory and space of an
     /// abandoned plan count as free.
     pub fn room(&self, storage: &Storage) -> usize {
         let spec = &self.share.spec;

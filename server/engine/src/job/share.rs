@@ -25,7 +25,7 @@ pub(super) struct Share {
 }
 
 impl Share {
-    /// `format` is the format of the tier's store.
+    /// `format` is the format of the tier's store, which decides the shards that have a place.
     ///
     /// # Errors
     /// For a spec, a placement or a server that no job can have.
@@ -62,7 +62,7 @@ impl Share {
         OwnedShard::all(self.owned.len())
     }
 
-    /// The shards that this server owns when the job is opened.
+    /// The shards that this server holds, as owner or replica, when the job is opened.
     pub(super) fn opened(&self) -> impl Iterator<Item = OwnedShard> + use<'_> {
         self.opened.iter().copied()
     }

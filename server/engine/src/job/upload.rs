@@ -25,7 +25,7 @@ pub struct UploadChunk {
     pub chunk: ChunkId,
     /// Number of updates that made the state. None if the job is filled with weights alone.
     pub applied: Option<u64>,
-    /// The parameters whose state fewer updates made.
+    /// Parameters whose state comes from fewer updates than `applied`.
     pub left_out: Vec<LeftOut>,
     pub crc32: u32,
 }
@@ -71,7 +71,7 @@ impl Job {
             None => {}
         }
         self.check_values(shard, array, range.start, payload)?;
-        // A payload may lie at any alignment in its message.
+        // The payload is copied, since it may lie at any alignment in its message.
         let mut values = vec![0.0; payload.len() / size_of::<f32>()];
         bytemuck::cast_slice_mut::<f32, u8>(&mut values).copy_from_slice(payload);
         self.tier.state.load(owned, &mut |state| {
@@ -82,7 +82,7 @@ impl Job {
         self.start_if_whole(load)
     }
 
-    /// Checks that the job has such an array. An array of moments must belong to an upload with state.
+    /// Checks that the job has the array. An array of moments must belong to an upload with state.
     fn check_array(&self, shard: ShardId, array: StateArray, applied: Option<u64>) -> Result<(), Fault> {
         let rule = self.share.spec.rule;
         if array != StateArray::Master && self.share.layout.is_frozen(shard) {

@@ -24,13 +24,13 @@ use crate::{
     tier::{Guard, Guarded, StateMut, Turn},
 };
 
-/// An update group that begins at shard `first` has `1 + first / AHEAD` shards. A group's images become readable
-/// together, so most of them are late. Forward reads shards in the same order, so no worker waits while the update
-/// leads forward by a group. If forward takes a seventh longer than the update, the lead at shard `first` is `first /
-/// 8` shards.
+/// An update group that begins at shard `first` has `1 + first / AHEAD` shards. The images of a group become readable
+/// together, so all but the last are readable later than they are made. Forward reads shards in the same order. So no
+/// worker waits while the update is a group ahead of forward. If forward takes a seventh longer than the update, the
+/// update is `first / 8` shards ahead at shard `first`.
 ///
 /// A GPU's forward is often faster than the update, and waits for each group. Forward's work after the last group is
-/// exposed time, so groups shrink again: with `rest` shards behind it, a group has at most `1 + rest / AHEAD`.
+/// exposed time, so groups shrink again. A group with `rest` shards behind it has at most `1 + rest / AHEAD`.
 const AHEAD: usize = 8;
 
 /// A block's part of all arrays that an update touches.
@@ -45,7 +45,8 @@ struct Block<'a> {
 }
 
 impl Job {
-    /// Performs the oldest work; of sums, several in a row. Work that follows from it goes to the end of the queue.
+    /// Performs the oldest work, together with the sums that follow it if it is a sum. Work that arises from it goes to
+    /// the end of the queue.
     pub fn perform(&self, works: &mut VecDeque<Work>) -> Result<(), Fault> {
         self.protocol.check_alive()?;
         let _standard = Standard::enter();
@@ -55,8 +56,8 @@ impl Job {
             _ => self.sum(&sums).map(|()| Vec::new()),
         };
         works.extend(next.map_err(|fault| self.protocol.fail(fault))?);
-        // Waiting threads are woken once the next work has begun. If that may wait for drives or a snapshot, they are
-        // woken now.
+        // Waiting threads are woken once the next work has begun. If the next work may wait for drives or a snapshot,
+        // the threads are woken now.
         let soon = !works.is_empty() && self.tier.behind.is_none() && self.snapshots.len() == 0;
         if self.protocol.owe(soon) || !soon {
             self.protocol.notify();
@@ -79,7 +80,7 @@ impl Job {
                 self.gradients.set_statistics(owned, slot, statistics);
                 self.gradients.find_left_out(owned, slot);
                 if let Some(kept) = &self.tier.kept {
-                    // Version and loss scale of the step's other shards outlive the process too.
+                    // The next process goes on with this sum, so the step's version and loss scale are kept too.
                     kept.settle(step, self.protocol.machine().computed_with(step));
                     kept.complete(owned, step);
                 }
@@ -223,7 +224,7 @@ impl Job {
     }
 
     /// Updates one block, cut where the constants change. A left-out parameter keeps its state, and its image is its
-    /// rounded master weights. No look-ahead applies, since no step of it is expected.
+    /// rounded master weights. The image does not look ahead, since no next update of the parameter is expected.
     fn update_block(&self, block: &mut Block<'_>, constants: &Constants, applied: u64) {
         if !self.share.spec.formats.is_fp32() {
             return self.update_low_block(block, constants, applied);
@@ -240,8 +241,8 @@ impl Job {
         }
     }
 
-    /// Updates one block whose state has fewer bits. The kernels take whole blocks, so the state of left-out parameters
-    /// is saved meanwhile.
+    /// Updates one block whose state has fewer bits. The kernels update whole blocks, so the state of left-out
+    /// parameters is saved before and restored afterwards.
     fn update_low_block(&self, block: &mut Block<'_>, constants: &Constants, applied: u64) {
         let Block { id, gradient, state, image, .. } = block;
         let isa = self.compute.isa();
@@ -260,12 +261,12 @@ impl Job {
 
 /// The constants of a step, for each parameter.
 pub(super) struct Constants {
-    /// By param group.
+    /// Constants of each param group.
     groups: Vec<Scalars>,
     /// The t of each parameter's update, or None if this step leaves it out. Parameters that were never left out are
     /// absent.
     own: BTreeMap<usize, Option<u64>>,
-    /// By param group and t, for those parameters.
+    /// Constants by param group and t, for the parameters in `own`.
     by_t: BTreeMap<(usize, u64), Scalars>,
 }
 
@@ -322,7 +323,7 @@ impl Constants {
 /// The state of one block's left-out parameters, saved while all of the block is updated.
 pub(super) struct Aside {
     ranges: Vec<Range<usize>>,
-    /// By range, then by array.
+    /// Saved bytes by range, then by array.
     bytes: Vec<Vec<Vec<u8>>>,
 }
 

@@ -64,8 +64,8 @@ pub fn accumulate(isa: Isa, gradient: Gradient<'_>, accumulator: &mut [f32]) {
     dispatch!(isa, accumulate(gradient, accumulator))
 }
 
-/// Returns the statistics of a gradient as it came. Statistics of two halves do not add up to the bits of the
-/// whole slice's.
+/// Returns the statistics of a gradient before any scaling. Sums of squares of two halves do not add up to the bits of
+/// the whole slice's.
 pub fn statistics(isa: Isa, gradient: Gradient<'_>) -> Statistics {
     dispatch!(isa, statistics(gradient))
 }
@@ -82,9 +82,9 @@ pub fn cast(isa: Isa, source: &[f32], image: ImageMut<'_>) {
     dispatch!(isa, cast(source, image))
 }
 
-/// [`update`] for state in any formats, over a range of whole [`QUANTIZATION_BLOCK`](super::QUANTIZATION_BLOCK)s. A
-/// param group may begin at any multiple of 16 in a block. `segments` give the constants of each part of the range, one
-/// after another without gaps.
+/// Updates as [`update`] does, for state in any formats. The range is whole
+/// [`QUANTIZATION_BLOCK`](super::QUANTIZATION_BLOCK)s, in which a param group may begin at any multiple of 16.
+/// `segments` give the constants of each part of the range, one after another without gaps.
 ///
 /// The rules compute in f32. Results are rounded stochastically, by bits that depend only on `random` and the element's
 /// index.

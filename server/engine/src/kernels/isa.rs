@@ -22,7 +22,7 @@ pub enum Isa {
     Neon,
 }
 
-/// Why a requested instruction set cannot be used.
+/// Reason that a requested instruction set cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IsaError {
     #[error(

@@ -1,10 +1,10 @@
 //! The arithmetic of a step: update, sum and convert, as free functions over slices of up to a block.
 //!
-//! All instruction sets give the same bits for the same input, whatever its length and alignment, and however it is
-//! split into calls. Only [`statistics`] belong to the whole slice. The specification is the plain Rust in `scalar`.
+//! All instruction sets give the same bits for the same input, whatever its length, alignment and split into calls.
+//! Only [`statistics`] depend on where a slice begins and ends. The specification is the plain Rust in `scalar`.
 //! `vector` writes each loop once more for 16 lanes of any instruction set, and `x86` and `aarch64` supply the lanes.
-//! Approximate reciprocals are not used, denormals are not flushed, and there is one NaN. Fused multiply-add is used
-//! only for sums of squares, as specified.
+//! Approximate reciprocals are not used, denormals are not flushed, and every NaN has the same bits. Fused multiply-add
+//! is used only for sums of squares, as specified.
 //!
 //! Nothing here allocates, locks or logs. Loops do not branch on the instruction set, the rule or the formats.
 

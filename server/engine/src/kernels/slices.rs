@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::memory::Source;
 
-/// A gradient, as a worker sent or lends it or as several were summed.
+/// A gradient: as a worker sent or lends it, or the sum of several.
 #[derive(Clone, Copy, Debug)]
 pub enum Gradient<'a> {
     F32(Source<'a, f32>),

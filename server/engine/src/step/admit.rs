@@ -9,7 +9,8 @@ use super::{
 use crate::ids::{Contributor, GradientSlot, OwnedShard};
 
 impl Machine {
-    /// Decides on one chunk. After `New` the caller stores the bytes and reports back.
+    /// Decides on one chunk. After `New` the caller stores the bytes, and calls [`Machine::stored`] or
+    /// [`Machine::abandoned`].
     pub fn admit(&mut self, chunk: &ContributionChunk) -> Result<Admission<Ticket>, Refusal> {
         self.check_not_loading()?;
         let contribution = chunk.contribution;
@@ -95,7 +96,7 @@ impl Machine {
         Ok((owned, contributor))
     }
 
-    /// The ticket's bytes are stored.
+    /// Notes that the ticket's bytes are stored.
     pub fn stored(&mut self, ticket: Ticket) -> Option<Work> {
         let Ticket { owned, slot, contributor, chunk } = ticket;
         let contribution = chunk.contribution;
@@ -112,15 +113,15 @@ impl Machine {
         last.then_some(Work::Sum(Sum { owned, contributions, slot, step, micro_step }))
     }
 
-    /// The ticket's bytes did not arrive.
+    /// Notes that the ticket's bytes did not arrive.
     pub fn abandoned(&mut self, ticket: Ticket) {
         let slot = &mut self.shards[ticket.owned.index()].slots[ticket.slot.index()];
         slot.abandoned(&ticket.chunk, ticket.contributor);
         self.unsettle();
     }
 
-    /// A [`Work::Sum`] is done. Returns true once the shard's gradient of the step is complete; `nonfinite` is then its
-    /// first element that is inf or NaN.
+    /// Notes that a [`Work::Sum`] is done. Returns true once the shard's gradient of the step is complete. `nonfinite`
+    /// is then its first element that is inf or NaN.
     pub fn summed(&mut self, owned: OwnedShard, slot: GradientSlot, nonfinite: Option<u64>) -> bool {
         self.shards[owned.index()].slots[slot.index()].summed(self.spec.micro_steps, nonfinite)
     }

@@ -1,5 +1,5 @@
-//! Shards whose state is broken: a bit has flipped in this server's memory. The next update of the block finds it. Rank
-//! 0's next decision then gives the shard to its other holder.
+//! Shards whose state is broken: a bit has flipped in this server's memory. The block's next update finds the flip.
+//! Rank 0's next decision then gives the shard to its other holder.
 //!
 //! Until that decision counts, this server takes the shard's gradients as before, and its updates change nothing. Pulls
 //! of later versions are refused, so that ranks ask the other holder.
@@ -36,8 +36,8 @@ impl Machine {
         run.iter().copied().filter(|owned| self.shards[owned.index()].broken.is_none()).collect()
     }
 
-    /// Returns the refusal of a broken shard without another whole copy, which ends the job. A server that still
-    /// fetches it from here has no copy.
+    /// Returns the refusal of a broken shard without another whole copy, which ends the job. A server that is still
+    /// fetching the shard from here has no copy.
     pub fn irreparable(&self) -> Option<Refusal> {
         let mut broken = self.shards.iter().filter_map(|shard| Some((shard, shard.broken?)));
         let (shard, broken) = broken.find(|(shard, _)| self.is_last(shard))?;

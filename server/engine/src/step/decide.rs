@@ -80,7 +80,7 @@ impl Machine {
         Ok(works)
     }
 
-    /// Checks that this server's contributions are the origin of a decision.
+    /// Checks by its origin that a decision was made from this server's contributions.
     pub fn check_origin(&self, step: Step, origin: Origin) -> Result<(), Refusal> {
         let trained = self.owned_at(step).filter(|shard| !shard.is_frozen());
         let found = trained.map(|shard| shard.origin(step)).reduce(Origin::and);
@@ -101,7 +101,7 @@ impl Machine {
         }
     }
 
-    /// Updates of some shards are done: their images can be pulled and their gradient slots are free. Returns the
+    /// Notes that updates of shards are done: their images can be pulled and their gradient slots are free. Returns the
     /// updates that can follow.
     pub fn updated(&mut self, run: &[OwnedShard], step: Step) -> Vec<Work> {
         for owned in run {
@@ -116,7 +116,7 @@ impl Machine {
         works
     }
 
-    /// Checks that a version may be waited for on a shard. Returns true if the shard has it.
+    /// Checks that a caller may wait for a version of a shard. Returns true if the shard has it.
     pub fn check_pull(&self, owned: OwnedShard, version: Version) -> Result<bool, Refusal> {
         self.check_not_loading()?;
         let newest = Version(self.version.0 + self.spec.gradient_slots() as u64);
@@ -138,7 +138,7 @@ impl Machine {
         if shard.awaited {
             return Ok(false);
         }
-        // All versions have the same weights of a frozen shard.
+        // A frozen shard has the same weights in all versions.
         Ok(shard.is_frozen() || shard.version >= version)
     }
 }

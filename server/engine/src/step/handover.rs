@@ -29,7 +29,7 @@ pub struct Awaited {
     /// The server with the state, and its address.
     pub source: ServerId,
     pub address: String,
-    /// This server is the shard's replica: the owner waits until the state is here.
+    /// True if this server is the shard's replica: the owner's next update waits until the state is here.
     pub is_replica: bool,
 }
 
@@ -50,7 +50,7 @@ impl Machine {
         self.has_moved.then(|| self.placement.clone())
     }
 
-    /// Returns true if this server is loading, or owns a shard at no step.
+    /// Returns true if this server is loading, or owns no shard at any step.
     pub fn is_without_shards(&self) -> bool {
         self.phase == Phase::Loading || self.shards.iter().all(|shard| shard.span.is_empty())
     }
@@ -160,7 +160,7 @@ impl Machine {
         let (placement, server) = (&self.placement, self.server);
         let named: BTreeSet<ShardId> =
             change.moves.iter().chain(&change.replicas).map(|(shard, _)| *shard).collect();
-        // The loss of a server changes any shard, and a move only the named ones.
+        // The loss of a server may change any shard, and a move only the named ones.
         let changes = |of: &&mut ShardProgress| !change.lost.is_empty() || named.contains(&of.shard);
         let hands = |shard: ShardId, before: ServerId| {
             let is_it = |of: &Handover| (of.shard, of.from_step, of.before) == (shard, from, before);
@@ -181,7 +181,8 @@ impl Machine {
                 (false, true) => {
                     (shard.span, shard.awaited, shard.broken) = (from.0..u64::MAX, true, None);
                     shard.is_forsaken = false;
-                    // Gradients from before the shard was dropped here, with a lost source, are of no use.
+                    // The shard may have been dropped here, when its source was lost. Gradients from before are of no
+                    // use.
                     if self.spec.replicas > 1 && !shard.is_in_use() {
                         shard.slots.iter_mut().for_each(StepSlot::start_over);
                     }
@@ -204,8 +205,9 @@ impl Machine {
     }
 
     /// Takes another placement at the current version, from an operator's command in place of rank 0. The placement
-    /// counts from the next step on, whose contributions are dropped. Returns false while a chunk or an update is in
-    /// progress. Also false while this server awaits a shard that arrived by that placement.
+    /// counts from the next step on, and contributions to that step are dropped. Returns false while a chunk or an
+    /// update is in progress. Also false while this server awaits a shard's state that, by the placement, has arrived
+    /// or leaves.
     pub fn place(
         &mut self,
         incarnation: Incarnation,
@@ -261,7 +263,7 @@ impl Machine {
             let lends = is_first && (shard.lent.is_some() || !was_first);
             shard.lent = lends.then_some(version);
         }
-        // Ranks do not join a server that the job has left.
+        // Other ranks wait here until rank 0 joins, but no rank joins a server that the job has left.
         self.is_placed = placement.members().any(|member| member == server);
         (self.placement, self.has_moved) = (placement, true);
         self.start_over();
@@ -270,7 +272,7 @@ impl Machine {
         Ok(true)
     }
 
-    /// A new replica has fetched this server's state. Returns the updates that waited for that.
+    /// Notes that a new replica has fetched a shard's state from here. Returns the updates that waited for the replica.
     pub fn arrived(&mut self, owned: OwnedShard, version: Version) -> Vec<Work> {
         let lent = &mut self.shards[owned.index()].lent;
         if *lent != Some(version) {
@@ -280,15 +282,15 @@ impl Machine {
         self.release_held().collect()
     }
 
-    /// Ends the waits for these servers, which are lost. Returns the updates that waited for replicas there.
+    /// Ends the waits for these servers, which are lost. Returns the updates that waited for replicas on them.
     pub fn lose(&mut self, lost: Vec<ServerId>) -> Vec<Work> {
         self.lost = lost;
         self.forsake();
         self.release_held().collect()
     }
 
-    /// Ends the waits for lost servers, once others have each shard. Gradients of decided steps that wait for state
-    /// from there are given up. Their slots then take the next step, whose decision can name the loss.
+    /// Ends the waits for lost servers, once other servers have each shard. Gradients of decided steps that wait for a
+    /// lost server's state are given up. Their slots then take the next step, whose decision can name the loss.
     pub(super) fn forsake(&mut self) {
         if self.lost.is_empty() || self.last_of(&self.lost).is_some() {
             return;
@@ -320,7 +322,7 @@ impl Machine {
         (self.placement, self.has_moved) = (placement, true);
     }
 
-    /// Number of shards whose state is not here, also of those whose source is lost.
+    /// Number of shards whose state is not here, even if the server that should send it is lost.
     pub fn lacking(&self) -> usize {
         self.shards.iter().filter(|shard| shard.awaited).count()
     }
@@ -334,7 +336,7 @@ impl Machine {
     }
 
     /// The shards that this server alone could not serve: the state is being fetched, or ranks still read the version
-    /// before it.
+    /// before the fetched one.
     pub(super) fn unfinished(&self) -> impl Iterator<Item = Awaited> {
         let oldest = self.version.0.saturating_sub(self.spec.max_delay.into());
         let is_early = move |shard: &&ShardProgress| {
@@ -359,7 +361,7 @@ impl Machine {
         shard.awaited && !shard.is_forsaken && shard.span.start == version.0 + 1
     }
 
-    /// The awaited state of a shard is here. Returns the updates that it held back.
+    /// Notes that the awaited state of a shard is here. Returns the updates that waited for the state.
     pub fn fetched(&mut self, owned: OwnedShard, version: Version) -> Vec<Work> {
         if !self.awaits(owned, version) {
             return Vec::new();
@@ -369,7 +371,7 @@ impl Machine {
         self.release_held().collect()
     }
 
-    /// Takes the held updates that can run now. Those of shards that moved away or are given up go too, since updates
+    /// Takes the held updates that can run now. Updates of shards that moved away or are given up go too, since updates
     /// of later shards follow them.
     pub(super) fn release_held(&mut self) -> impl Iterator<Item = Work> {
         let shards = &self.shards;
@@ -380,9 +382,9 @@ impl Machine {
         held.map(|(owned, step)| Work::Update { owned, step })
     }
 
-    /// Returns a frozen shard that `step` has to wait for. Its state has been fetched for as many steps as a trained
-    /// shard has gradient slots. No gradients of a frozen shard hold steps up, and its source frees the state some
-    /// steps later.
+    /// Returns a frozen shard whose state `step` has to wait for. The state has been fetched for as many steps as a
+    /// trained shard has gradient slots. A frozen shard has no gradients that would hold steps up. Without this wait,
+    /// its source could free the state before it has arrived.
     pub fn lagging(&self, step: Step) -> Option<ShardId> {
         let slots = self.spec.gradient_slots() as u64;
         let lags = |shard: &&ShardProgress| {
@@ -440,9 +442,10 @@ impl Machine {
         Refusal::Elsewhere { shard, step, owner: self.placement.owner_at(shard, step) }
     }
 
-    /// Returns the first update of a step from shard `owned` on. Updates before it are held back if their state is
-    /// being fetched: the source may be lost, and ranks need the other shards to decide so. All are held back where the
-    /// step before is not done, since a server that owns other shards at step t + 1 can be ahead of step t.
+    /// Returns the first update of a step, from shard `owned` on, that can run. Updates before it are held back. The
+    /// search goes on past a shard whose state is being fetched, from here or to here. The other server may be lost,
+    /// and ranks need the later shards to decide on the loss. The search ends at a shard whose step before is not done.
+    /// A server may own other shards at step t + 1 than at step t, and so be ahead of step t.
     pub(super) fn next_update(&mut self, owned: OwnedShard, step: Step) -> Option<Work> {
         for owned in OwnedShard::all(self.shards.len()).skip(owned.index()) {
             let shard = &self.shards[owned.index()];

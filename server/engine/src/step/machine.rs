@@ -59,7 +59,7 @@ pub enum Admission<T> {
     Superseded,
     /// The chunk's step is decided. The chunk was not compared.
     Decided,
-    /// The chunk's buffer is not free yet. The caller should ask again once the job has moved.
+    /// The chunk's buffer is not free yet. The caller should ask again once the job has changed.
     Busy,
 }
 
@@ -103,8 +103,8 @@ pub struct Sum {
 pub(super) struct Decided {
     pub(super) commit: Commit,
     pub(super) applied: u64,
-    /// The loss scale that an operator gave with the resume after this step. Apart from the commit, so that a late
-    /// repeat still equals the commit.
+    /// The loss scale that an operator gave with the resume after this step. Kept apart from the commit, so that a late
+    /// repeat of the commit still equals it.
     pub(super) resumed_loss_scale: Option<f64>,
 }
 
@@ -131,9 +131,10 @@ impl Decided {
 #[derive(Clone, Debug, Default)]
 pub(super) struct RankState {
     pub(super) incarnation: Option<Incarnation>,
-    /// The process has fenced earlier ones, and has yet to join.
+    /// True if the process has fenced earlier ones, and has yet to join.
     pub(super) fence_only: bool,
-    /// The placement has changed between two steps after this process joined. The rank joins with another incarnation.
+    /// True if the placement has changed between two steps after this process joined. The rank must join again, with
+    /// another incarnation.
     pub(super) is_outdated: bool,
     pub(super) left: bool,
     /// The version at which the process joined or fenced.
@@ -150,27 +151,28 @@ pub struct Machine {
     /// Parameters with fewer updates in the state that filled the job, until the first commit lists them.
     pub(super) left_out: Vec<LeftOut>,
     pub(super) commits: VecDeque<Decided>,
-    /// By rank, up to the spec's world size.
+    /// State of each rank, up to the spec's world size.
     pub(super) ranks: Vec<RankState>,
     /// Number of ranks that take part in undecided steps, as rank 0 said when it joined.
     pub(super) world_size: u32,
     pub(super) shards: Vec<ShardProgress>,
-    /// Index among the shards that this server has a place for, by shard.
+    /// Index of each shard among the shards that this server has a place for.
     pub(super) owned: Vec<Option<OwnedShard>>,
     pub(super) server: ServerId,
     /// The placement as of the newest decision.
     pub(super) placement: Placement,
-    /// The placement changed since this server was opened.
+    /// True if the placement changed since this server was opened.
     pub(super) has_moved: bool,
-    /// The placement changed after the version was decided, and rank 0 has not joined since. Other ranks wait for rank 0.
+    /// True if the placement changed after the version was decided, and rank 0 has not joined since. Other ranks wait
+    /// for rank 0.
     pub(super) is_placed: bool,
     /// Servers that are gone for good, as an operator or rank 0 says.
     pub(super) lost: Vec<ServerId>,
-    /// Updates that wait for a shard's state or for its update of the step before.
+    /// Updates that wait for their shard's state, or for the shard's update of the step before.
     pub(super) held: Vec<(OwnedShard, Step)>,
     /// The last pause or resume since the version was decided.
     pub(super) standing: Option<Standing>,
-    /// The loss scale of each undecided step with a contribution here. All shards have the same.
+    /// The loss scale of each undecided step with a contribution here. All shards of a step have the same scale.
     pub(super) scales: Vec<(Step, f64)>,
     /// The version that each rank stated for the micro-steps of undecided steps.
     pub(super) reads: BTreeMap<(Step, MicroStep), Vec<(Rank, Version)>>,
@@ -231,7 +233,7 @@ impl Machine {
         }
     }
 
-    /// All weights are loaded. The job starts at version 0, or at a checkpoint's version.
+    /// Starts the job once all weights are loaded, at version 0 or at a checkpoint's version.
     pub fn loaded(&mut self, record: Record) -> Result<(), Refusal> {
         self.recovered(Record { standing: None, placement: None, ..record })
     }

@@ -14,7 +14,7 @@ use crate::{
 
 impl Machine {
     /// Revokes the right of a rank's earlier processes to push. Contributions stay, since a decision that another
-    /// server has already may need them. Returns false if this process has fenced or joined before.
+    /// server has made may need them here. Returns false if this process has fenced or joined before.
     pub fn fence(&mut self, rank: Rank, incarnation: Incarnation) -> Result<bool, Refusal> {
         if self.check_taking(rank, incarnation)? {
             return Ok(false);

@@ -42,7 +42,8 @@ impl Machine {
             _ => {}
         }
         let Phase::Paused { .. } = self.phase else { return self.check_resumed(loss_scale).map(|()| false) };
-        // A pause that came with the decision has no standing yet: no rank has begun a step that reads its version.
+        // The loss scale may change only if the pause came with the decision: no rank has begun a step with this
+        // version then. Such a pause has no standing yet.
         if loss_scale != 0.0 && self.standing.is_some() {
             return Err(Refusal::LossScaleInUse { loss_scale, version: self.version });
         }

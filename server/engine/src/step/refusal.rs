@@ -7,7 +7,7 @@ use longshore_proto::{
     limits::{BLOCK_ELEMENTS, GRADIENT_SCALES},
 };
 
-/// A refused event changes nothing.
+/// Reason to refuse an event, which then changes nothing.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Refusal {
     Loading { missing: usize },

@@ -12,7 +12,7 @@ use crate::ids::{Contributor, GradientSlot};
 /// A stored chunk's checksum, and the process that sent it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Receipt {
-    /// None for a lent chunk.
+    /// Checksum of the chunk. None for a lent chunk.
     crc32: Option<u32>,
     incarnation: Incarnation,
 }
@@ -20,15 +20,15 @@ struct Receipt {
 /// Buffer of one rank, which holds one micro-step at a time.
 #[derive(Clone, Debug)]
 struct RankSlot {
-    /// By chunk, as `writing` and `sent`. Flags instead of counters, so that a repeated chunk does not count twice.
+    /// A flag for each chunk, as in `writing` and `sent`. Counters would count a repeated chunk twice.
     stored: Vec<bool>,
     writing: Vec<bool>,
     /// The newest process that sent chunks of the last micro-step. `sent` marks those chunks, also ones that were not
     /// stored.
     sent_by: Incarnation,
     sent: Vec<bool>,
-    /// Receipts by micro-step and chunk, until the step is decided. They tell a repeated chunk of a summed micro-step
-    /// from a conflicting one, for 24 bytes a MiB received.
+    /// Receipts by micro-step and chunk, until the step is decided. A receipt tells a repeated chunk of a summed
+    /// micro-step from a conflicting one. The receipts take 24 bytes a MiB received.
     receipts: Vec<Vec<Option<Receipt>>>,
 }
 
@@ -38,18 +38,18 @@ pub(super) struct StepSlot {
     pub(super) step: Option<Step>,
     /// Number of micro-steps summed, which is also the number of the micro-step being received.
     pub(super) summed: u32,
-    /// All contributions of the current micro-step are stored, and are being summed.
+    /// True while all contributions of the current micro-step are stored and are being summed.
     pub(super) summing: bool,
     pub(super) complete: bool,
     /// The origin of the sum so far. Sums of an earlier process of this server have an unknown origin.
     origin: Origin,
     /// The first element of the complete gradient that is inf or NaN, if the job looks for one.
     pub(super) nonfinite: Option<u64>,
-    /// By contributor.
+    /// Buffers of the ranks, by contributor.
     ranks: Vec<RankSlot>,
 }
 
-/// A shard whose state is lost in this server's memory. From then on, updates do not change it.
+/// A shard whose state has a flipped bit in this server's memory. From then on, updates do not change the state.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Broken {
     /// The first block that differs from its checksum, by its number in the job.
@@ -65,19 +65,19 @@ pub(super) struct ShardProgress {
     pub(super) chunks: u32,
     /// The ranks that contribute to the shard, in ascending order. A frozen shard has none.
     pub(super) contributors: Vec<Rank>,
-    /// The step that last updated the shard's state.
+    /// Version of the shard's state.
     pub(super) version: Version,
-    /// Steps at which this server owns the shard.
+    /// Steps at which this server makes the shard's versions, as owner or replica.
     pub(super) span: Range<u64>,
-    /// The state is being fetched from the owner before.
+    /// True while the state is being fetched from the owner before.
     pub(super) awaited: bool,
-    /// An operator has named the source of the awaited state as lost: a decision will take the shard away.
+    /// True if the source of the awaited state is lost: a decision will take the shard away.
     pub(super) is_forsaken: bool,
-    /// The version that a new replica has yet to fetch from here. Later updates wait for that.
+    /// The version that a new replica has yet to fetch from here. Later updates wait until it has done so.
     pub(super) lent: Option<Version>,
-    /// The state differs from its checksums, and the other holder goes on with the shard.
+    /// Present if the state differs from its checksums. The other holder goes on with the shard then.
     pub(super) broken: Option<Broken>,
-    /// By step, modulo the number of slots.
+    /// Gradient slots. A step has the slot of its number modulo the number of slots.
     pub(super) slots: Vec<StepSlot>,
 }
 
@@ -168,14 +168,14 @@ impl StepSlot {
             _ => {}
         }
         let rank = &mut self.ranks[contributor.index()];
-        // A message of several chunks is a repetition only if all are held. Otherwise all are written.
+        // A message of several chunks is a repetition only if all its chunks are held. Otherwise all are written.
         let unheld =
             rank.covered(chunk).find(|&index| rank.receipt(contribution.micro_step, index).is_none());
         if unheld.is_none() {
             return rank.repeated(chunk);
         }
         if self.complete {
-            // An earlier process of this server summed all of it, and its receipts are gone.
+            // An earlier process of this server summed the whole step, and its receipts are gone.
             return Ok(Admission::Superseded);
         }
         if let Some(missing) = rank.overtaken(chunk, self.summed) {
@@ -193,7 +193,7 @@ impl StepSlot {
         Ok(Admission::New(()))
     }
 
-    /// The chunk's bytes are in its buffer. Returns true when the chunk was the micro-step's last.
+    /// Notes that the chunk's bytes are in its buffer. Returns true if the chunk was the micro-step's last.
     pub(super) fn stored(&mut self, chunk: &ContributionChunk, contributor: Contributor) -> bool {
         let rank = &mut self.ranks[contributor.index()];
         rank.set_writing(chunk, false);
@@ -231,7 +231,7 @@ impl StepSlot {
         self.step == Some(step) && micro_step.0 < summed
     }
 
-    /// The chunk's bytes did not arrive.
+    /// Notes that the chunk's bytes did not arrive.
     pub(super) fn abandoned(&mut self, chunk: &ContributionChunk, contributor: Contributor) {
         self.ranks[contributor.index()].set_writing(chunk, false);
         self.free_if_untouched();
@@ -246,8 +246,8 @@ impl StepSlot {
         }
     }
 
-    /// The current micro-step is summed. Returns true if it was the step's last; `nonfinite` then is the gradient's
-    /// first element that is inf or NaN.
+    /// Notes that the current micro-step is summed. Returns true if it was the step's last. `nonfinite` then is the
+    /// gradient's first element that is inf or NaN.
     pub(super) fn summed(&mut self, micro_steps: u32, nonfinite: Option<u64>) -> bool {
         self.summing = false;
         for (rank, slot) in self.ranks.iter().enumerate() {
@@ -263,13 +263,13 @@ impl StepSlot {
         self.complete
     }
 
-    /// An earlier process of this server had summed all of the step.
+    /// Notes that an earlier process of this server had summed the whole step.
     pub(super) fn take_over(&mut self, step: Step, micro_steps: u32) {
         (self.step, self.summed, self.complete) = (Some(step), micro_steps, true);
         self.origin = Origin::UNKNOWN;
     }
 
-    /// The step is decided and its gradient is used up.
+    /// Frees the slot of a decided step whose gradient is used up.
     pub(super) fn free(&mut self) {
         self.step = None;
         self.summed = 0;

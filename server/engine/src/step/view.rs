@@ -34,7 +34,7 @@ pub struct Restoring {
     pub checkpoint: String,
     /// The number of shards loaded so far.
     pub shards: u32,
-    /// All shards are loaded, and the job waits to be started.
+    /// True if all shards are loaded, and the job waits to be started.
     pub held: bool,
 }
 
@@ -101,7 +101,8 @@ impl Machine {
         ranks.find(|&(contributor, &rank)| owes(contributor, rank)).map(|(_, &rank)| rank)
     }
 
-    /// Names the first shard, and the rank, for which [`Machine::owing`] holds, once the step is complete on all shards.
+    /// Names the first shard and rank for which [`Machine::owing`] holds. None before the step is complete on all
+    /// shards.
     pub fn owed(&self, step: Step) -> Option<String> {
         let mut shards = OwnedShard::all(self.shards.len()).filter(|&owned| self.owns(owned, step));
         if !self.owned_at(step).all(|shard| shard.is_complete(step)) {
@@ -171,8 +172,8 @@ impl Machine {
             .collect()
     }
 
-    /// Returns the commits after a step, oldest first, with ended pauses removed. None if some are no longer
-    /// kept.
+    /// Returns the commits after a step, oldest first, with ended pauses removed. None if some of the commits are no
+    /// longer kept.
     pub fn commits_after(&self, step: Step) -> Option<Vec<Commit>> {
         let kept = self.commits.iter().filter(|decided| decided.commit.step > step);
         let current = |decided: &Decided| {
@@ -183,9 +184,9 @@ impl Machine {
         (kept.len() as u64 == self.version.0.saturating_sub(step.0)).then_some(kept)
     }
 
-    /// Returns this server's shards from `first` on that have the version before this step. At most `most(n, m)`, with
-    /// `n` shards before `first` and `m` after it. All have as many contributors as the first, so that one multiplier
-    /// serves all.
+    /// Returns this server's shards from `first` on that have the version before this step, at most `most(n, m)` of
+    /// them. There are `n` shards before `first` and `m` after it. All have as many contributors as the first, so that
+    /// one gradient multiplier serves all.
     pub fn updatable(
         &self,
         first: OwnedShard,
@@ -209,7 +210,7 @@ impl Machine {
         Some((&decided.commit, decided.applied))
     }
 
-    /// Pauses, resumes, and the loss scale given with the last resume (0 when none).
+    /// The numbers of pauses and resumes, and the loss scale given with the last resume (0 when none was).
     pub fn pauses(&self) -> (u64, u64, f64) {
         (self.pauses, self.resumes, self.resumed_loss_scale)
     }

@@ -15,7 +15,7 @@ pub struct Wanted {
     pub tier: Option<TierKind>,
     /// Servers that are gone for good, as an operator or rank 0 says.
     pub lost: Vec<ServerId>,
-    /// Number of requests so far, for watchers: an operator's clock may be late.
+    /// Number of requests so far. Watchers notice a new request by this number, since an operator's clock may be late.
     pub words: u64,
 }
 
@@ -23,8 +23,8 @@ impl Wanted {
     /// Keeps a wish, unless a later one is known. A later wish takes back no loss, unless it names the server again.
     /// Servers that an operator gives up leave the wish.
     ///
-    /// Rank 0 gives servers up without a wish. The job may have those back, so the earlier wish stays, or all members
-    /// become the wish.
+    /// Rank 0 gives servers up without a wish, and the job may get them back later. So the earlier wish stays, and
+    /// without one all members become the wish.
     pub fn take(&mut self, wanted: Wanted, placement: &Placement) {
         let (mut lost, words) = (std::mem::take(&mut self.lost), self.words + 1);
         let address = |server: &ServerId| placement.servers.get(server.0 as usize);
@@ -40,7 +40,7 @@ impl Wanted {
             (self.servers, self.asked_micros) = (placement.addresses().map(str::to_string).collect(), 1);
         }
         (self.lost, self.words) = (lost, words);
-        // A loss may be reported after the decision that followed from it.
+        // A loss may be reported after the decision that removed the server.
         self.forget_losses(placement);
     }
 

@@ -37,9 +37,9 @@ impl Account {
 #[derive(Default)]
 pub(super) struct Queue {
     open: AtomicUsize,
-    /// The account's use at the last service of a call.
+    /// Time used by the account of the last served call, as of that service.
     now: AtomicU64,
-    /// The most that any account has used.
+    /// The longest time that any account has used.
     most: AtomicU64,
 }
 
@@ -53,12 +53,12 @@ impl Queue {
     pub(super) fn leave(&self, account: &Account) {
         let most = self.most.fetch_max(account.used(), Relaxed).max(account.used());
         if self.open.fetch_sub(1, Relaxed) == 1 {
-            // No account is owed anything once all are served.
+            // Once no call is open, no account is owed time.
             self.now.fetch_max(most, Relaxed);
         }
     }
 
-    /// A thread begins with the call of this account.
+    /// Notes that a thread begins with the call of this account.
     pub(super) fn serve(&self, account: &Account) {
         self.now.fetch_max(account.used(), Relaxed);
     }

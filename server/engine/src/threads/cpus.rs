@@ -10,8 +10,8 @@ pub(super) struct Node {
     pub(super) cores: Vec<usize>,
 }
 
-/// Returns the number of threads that can run at once. The affinity mask (which a cpuset narrows) and a
-/// cgroup's CPU quota, rounded down, bound it. The standard library looks at all three.
+/// Returns the number of threads that can run at once. The limits are the affinity mask, which a cpuset narrows, and a
+/// cgroup's CPU quota, rounded down. The standard library looks at all three.
 pub fn available_threads() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
@@ -39,13 +39,13 @@ fn nodes_below(root: &Path, allowed: &[usize]) -> Vec<Node> {
             let list = fs::read_to_string(root.join(format!("node{number}/cpulist"))).ok()?;
             let mut cores = parse_list(&list)?;
             cores.retain(|core| allowed.contains(core));
-            // A node may have memory alone, or only cores that this process may not use.
+            // A node is left out if it has memory alone, or only cores that this process may not use.
             (!cores.is_empty()).then_some(Node { cores })
         })
         .collect();
     let known: usize = nodes.iter().map(|node| node.cores.len()).sum();
     if known != allowed.len() {
-        // There may be no /sys, as in some containers.
+        // Without /sys, as in some containers, all cores count as one node.
         nodes = vec![Node { cores: allowed.to_vec() }];
     }
     nodes
@@ -77,7 +77,7 @@ pub(super) fn bind(cores: &[usize]) -> io::Result<CpuSet> {
 pub(super) struct Seat {
     /// The cores to stay on. An empty list means any.
     pub(super) cores: Vec<usize>,
-    /// The seats whose blocks this one may take over.
+    /// The seats whose blocks this seat may take over.
     pub(super) reach: Range<usize>,
 }
 

@@ -17,8 +17,8 @@ pub(super) struct Phase {
     reach: Vec<Range<usize>>,
 }
 
-/// A run's front in the low half and its end in the high half. The owner takes from the front, and helpers from the
-/// end. Each run has its own cache line, which its owner writes at every block.
+/// A run of blocks: its front in the low half of the number, and its end in the high half. The owner takes from the
+/// front, and helpers from the end. Each run has its own cache line, which its owner writes at every block.
 #[repr(align(128))]
 struct Run(AtomicU64);
 
@@ -89,7 +89,7 @@ impl Run {
     }
 }
 
-/// The models go through every order in which seats may take blocks. ARCHITECTURE.md says how to run them.
+/// The models go through every order in which seats may take blocks. CONTRIBUTING.md says how to run them.
 #[cfg(all(test, loom))]
 mod models {
     use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! Claims on state directories. A lock keeps other servers out while a server runs. A note beside a directory names the
-//! jobs that are stored there, so that the empty folder below a mount point cannot pass for it. The server takes claims
-//! when it starts.
+//! jobs that are stored there. So a server does not take the empty folder below a mount point for the directory. The
+//! server takes claims when it starts.
 
 use std::{
     collections::BTreeSet,
@@ -21,8 +21,8 @@ use super::{
 };
 use crate::lock;
 
-/// A state directory that no other server may use during the claim's life. After a crash each server must find its own
-/// jobs alone.
+/// A state directory that no other server may use during the claim's life. After a crash each server must find only its
+/// own jobs.
 pub struct Claim {
     _lock: File,
 }
@@ -121,7 +121,7 @@ impl Note {
     }
 }
 
-/// Refuses to store a job in a folder that is empty in the place of one with jobs.
+/// Refuses to store a job in an empty folder that is in the place of a folder with jobs.
 pub(super) fn check(dir: &Path) -> Result<(), Fault> {
     let Some(Note { jobs, .. }) = missing(dir) else { return Ok(()) };
     let jobs = Vec::from_iter(jobs).join(", ");
@@ -135,7 +135,7 @@ pub(super) fn note(dir: &Path, job: &JobName) {
     Note::change(dir, |jobs| _ = jobs.insert(job.to_string()));
 }
 
-/// Notes that a job is not stored in `dir` any more. A note of another folder stays.
+/// Notes that a job is not stored in `dir` any more. A note of another folder at this path stays.
 pub(super) fn forget(dir: &Path, job: &JobName) {
     if Note::read(dir).is_some_and(|note| note.is_of(dir)) && !jobs_in(dir).contains(job.as_str()) {
         Note::change(dir, |jobs| _ = jobs.remove(job.as_str()));
@@ -160,7 +160,7 @@ fn jobs_in(dir: &Path) -> BTreeSet<String> {
     entries(dir).into_iter().filter(is_job).map(|job| name_of(&job)).collect()
 }
 
-/// Names a folder through restarts of the host: device numbers may change, inode and birth do not.
+/// Names a folder through restarts of the host: device numbers may change, but inode and time of birth do not.
 fn identity(dir: &Path) -> Option<String> {
     let found = fs::metadata(dir).ok()?;
     let born = found.created().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());

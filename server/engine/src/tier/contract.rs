@@ -1,8 +1,8 @@
 //! The contract between a tier and a job: a core that every tier has, and optional objects. A job owns its store. The
 //! compute thread updates; calls read and load on their own threads.
 //!
-//! Shards are updated in forward order, so that a tier may prefetch the next ones. A failed request may be undone by a
-//! crash, so an error ends the job on this server.
+//! Shards are updated in forward order, so that a tier may prefetch the next ones. After a failed request, a crash may
+//! undo writes that seemed done. So an error ends the job on this server.
 
 use std::{ops::Range, sync::Arc};
 
@@ -56,12 +56,12 @@ pub enum Recovered {
 pub struct Interrupted {
     /// The records of the last one or two decided steps, oldest first.
     pub records: Vec<Record>,
-    /// By place. None: another server has the shard.
+    /// Shards by place. None means that another server has the shard.
     pub shards: Vec<Option<KeptShard>>,
 }
 
-/// The core, which every tier has. State is handed to closures, so that a tier can read it before them and write it
-/// after.
+/// The core, which every tier has. State is handed to closures, so that a tier can read the state before a call and
+/// write it afterwards.
 pub trait Tier: Send + Sync {
     /// Fills a shard before the job starts, in any number of calls.
     fn load(&self, owned: OwnedShard, load: &mut dyn FnMut(StateMut<'_>)) -> Result<(), Fault>;
@@ -101,14 +101,14 @@ pub trait Tier: Send + Sync {
     /// Frees memory and space of a shard that another server owns. The shard may be loaded again at any time.
     fn release(&self, _: OwnedShard) {}
 
-    /// A shard's state of `version` is whole, and its images from `oldest` on. The tier takes checksums, which the next
-    /// updates compare.
+    /// Notes that a shard's state of `version` is whole, and its images from version `oldest` on. The tier takes
+    /// checksums, with which the next updates compare the state.
     fn seal(&self, _: OwnedShard, _version: Version, _oldest: Version) -> Result<(), Fault> {
         Ok(())
     }
 
-    /// Most shards that one call of [`Tier::update`] takes. More than one where the tier has nothing to do around a
-    /// shard's update.
+    /// Largest number of shards that one call of [`Tier::update`] takes. More than one where the tier has nothing to do
+    /// before and after a shard's update.
     fn most_at_once(&self) -> usize {
         1
     }
@@ -124,21 +124,23 @@ pub trait Tier: Send + Sync {
 
 /// A tier gives this if the server's next process finds the state.
 pub trait Durable: Send + Sync {
-    /// All shards are loaded and sealed. The tier keeps this version before it returns.
+    /// Keeps the first version, of which all shards are loaded and sealed. The version is stored before the call
+    /// returns.
     fn start(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A step is decided. Called before any caller hears of it.
+    /// Keeps a decision on a step. Called before any caller hears of the decision.
     fn decide(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A pause at the current version has begun or ended. Before it returns, the tier keeps the version's record with
-    /// the new standing.
+    /// Keeps a pause at the current version, or its end. The version's record is stored with the new standing before
+    /// the call returns.
     fn stand(&self, record: &Record) -> Result<(), Fault>;
 
-    /// The placement has changed at the current version. Before it returns, the tier keeps the version's record with
-    /// that placement, and each shard that was fetched for it.
+    /// Keeps another placement at the current version. Before the call returns, the version's record is stored with
+    /// that placement. So is each shard that was fetched for the placement.
     fn place(&self, record: &Record) -> Result<(), Fault>;
 
-    /// A rank has joined. With `over`, every undecided step begins anew, so the tier must forget sums of those steps.
+    /// Notes that a rank has joined. With `over`, every undecided step begins anew, so the tier must forget sums of
+    /// these steps.
     fn joined(&self, rank: Rank, joined: Joined, over: bool);
 
     /// Returns once the next process would find all joins. May wait for a drive.
@@ -165,10 +167,10 @@ pub struct Taken {
 /// A tier gives this if it writes versions in the background. A version is written whole before the next is decided.
 /// The version before the newest is kept, and a job can be opened at it.
 pub trait WriteBehind: Send + Sync {
-    /// All of the recovered state was read and is whole. This process now owns it.
+    /// Takes over the recovered state, once all of it was read and is whole.
     fn adopt(&self) -> Result<(), Fault>;
 
-    /// All shards have the version. Making it durable goes on in the background.
+    /// Notes that all shards have the version. The tier makes the version durable in the background.
     fn finish(&self, record: &Record) -> Result<(), Fault>;
 
     /// The newest version that a crash cannot take back.
@@ -177,7 +179,7 @@ pub trait WriteBehind: Send + Sync {
     /// Returns the bytes written to drives since the job was opened.
     fn written_bytes(&self) -> u64;
 
-    /// Returns the places of shards when work needed them, since the job was opened.
+    /// Returns the number of shards by the place where work found them, since the job was opened.
     fn taken(&self) -> Taken;
 
     fn failure(&self) -> Option<Fault>;
@@ -189,13 +191,15 @@ pub(super) type ComputedWith = (Option<f64>, Option<Version>);
 /// A tier gives this if the next process finds images, contributions and sums as they were. The next process
 /// finishes the steps that this one had decided.
 pub trait KeptMemory: Send + Sync {
-    /// A sum of a step was computed with these. Called before [`KeptMemory::complete`].
+    /// Notes the loss scale and the version with which a sum of a step was computed. Called before
+    /// [`KeptMemory::complete`].
     fn settle(&self, step: Step, computed_with: ComputedWith);
 
     /// Returns the steps that were settled last.
     fn settled(&self) -> Vec<(Step, ComputedWith)>;
 
-    /// All contributions to an undecided step are summed on a shard. Called before any caller hears of it.
+    /// Notes that all contributions to an undecided step are summed on a shard. Called before any caller hears of the
+    /// sum.
     fn complete(&self, owned: OwnedShard, step: Step);
 
     /// Runs `carry`, which makes `version` of a shard in a skipped step by copying its image. The state stays.
@@ -216,7 +220,8 @@ pub enum ImageAge {
 /// A tier gives this if it stores images beside the state. Updates store them with the state. These calls store, read
 /// and forget images outside of updates.
 pub trait ImageStore: Send + Sync {
-    /// Keeps blocks of an image of a shard that was loaded or fetched. The first one starts at byte `start`.
+    /// Keeps blocks of an image of a shard that was loaded or fetched. The first block starts at byte `start` of the
+    /// image.
     fn store(&self, owned: OwnedShard, age: ImageAge, start: usize, blocks: &[u8]) -> Result<(), Fault>;
 
     /// Reads a recovered shard's image. Returns false if it is not kept.
@@ -236,6 +241,6 @@ pub trait ImageStore: Send + Sync {
     /// prefetches as far as there is room.
     fn read_ahead(&self, owned: OwnedShard, version: Version, bytes: Range<usize>);
 
-    /// A load has failed, and the images that it stored are invalid.
+    /// Forgets the images that a failed load has stored.
     fn forget(&self);
 }

@@ -30,7 +30,8 @@ pub fn need(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storag
     }
 }
 
-/// Returns the need of one more shard. Buffers and tables come once for all shards, and resident ones share one limit.
+/// Returns what one more shard adds to a need. Buffers and tables serve all shards, and resident shards share one
+/// limit.
 pub(crate) fn shard_need(spec: &JobSpec, layout: &Layout, shard: ShardId, spills: bool) -> StoreNeed {
     match spec.tier {
         TierKind::Memory | TierKind::Shm => {

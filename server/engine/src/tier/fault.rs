@@ -10,7 +10,7 @@ pub(super) const SHM_FIELD: &str = "shm_dir";
 const DEVICE: &str = "see the kernel's log for the device; then restart the server, which recovers the last durable \
                       version, or restore a checkpoint elsewhere";
 
-/// Made for `map_err`: an I/O error with its path and its operation.
+/// Returns a function for `map_err` that adds operation and path to an I/O error.
 pub(super) fn io(doing: &'static str, path: &Path) -> impl Fn(io::Error) -> Fault {
     let path = path.display().to_string();
     move |error| {
@@ -71,7 +71,7 @@ pub(super) fn without_place(store: impl fmt::Display, shard: ShardId) -> Fault {
     Fault::new(FaultKind::Precondition, FIELD, value, "a store of format 2", remedy)
 }
 
-/// As [`without_place`], for the files of a job in a tmpfs.
+/// Returns the fault that [`without_place`] returns, for the files of a job in a tmpfs.
 pub(crate) fn without_place_in_tmpfs(job: &JobName, shard: ShardId) -> Fault {
     named(SHM_FIELD)(without_place(job, shard))
 }

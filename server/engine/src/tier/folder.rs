@@ -35,7 +35,7 @@ const WHOLE: &str = "restore a checkpoint into a fresh state directory; this fol
 /// reserved. Only then does the folder get its name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
-    /// As the first line has it.
+    /// Format of the folder, as the first line of the file has it.
     #[serde(skip)]
     pub(crate) format: u32,
     /// Number of the store, the same in all its folders and records. Files of other stores have another number.
@@ -44,7 +44,7 @@ pub struct Header {
     /// The index of this folder among the folders that the shards are striped over.
     pub directory: usize,
     pub directories: usize,
-    /// Always true. The format has the field.
+    /// Always true. The stored format keeps the field.
     pub(super) durable: bool,
     /// True if images live here alone. A header without this field means no.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -191,7 +191,8 @@ impl Header {
 }
 
 impl Folder {
-    /// The folder `<dir>/<job>/server-<i>-of-<n>`: servers of one host may share a directory.
+    /// Returns the folder `<dir>/<job>/server-<i>-of-<n>`. The server is in its name, since servers of one host may
+    /// share a directory.
     pub(super) fn path(dir: &Path, job: &JobName, server: ServerId, servers: usize) -> PathBuf {
         dir.join(job.as_str()).join(format!("{FOLDER}{}-of-{servers}", server.0))
     }
@@ -200,7 +201,7 @@ impl Folder {
     /// ignore until it is [settled](Folder::settle).
     ///
     /// # Errors
-    /// `Corrupt` where there are files and no header: they belong to another program.
+    /// `Corrupt` where there are files and no header: such files belong to another program.
     pub(super) fn take(home: PathBuf) -> Result<Folder, Fault> {
         // The state directory itself is never created: if missing, its disk is not mounted.
         let root = home.parent().and_then(Path::parent).unwrap_or(Path::new("."));

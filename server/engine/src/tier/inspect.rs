@@ -20,7 +20,7 @@ pub type KeptBuffers = fn(&Header) -> Result<u64, Fault>;
 pub struct Report {
     pub folder: PathBuf,
     pub header: Header,
-    /// Number of whole records, of four.
+    /// Number of whole records. A folder has room for four.
     pub records: usize,
     /// The broken records, and why: torn by a crash, or damaged.
     pub broken_records: Vec<String>,
@@ -64,7 +64,7 @@ impl Report {
 /// server's folder in that.
 ///
 /// # Errors
-/// `NotFound` when there is none.
+/// `NotFound` when there is no such folder.
 pub fn folders(path: &Path) -> Result<Vec<PathBuf>, Fault> {
     let mut found = Vec::new();
     // <state-dir>/<job>/server-<i>-of-<n>

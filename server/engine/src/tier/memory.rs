@@ -23,15 +23,15 @@ use crate::{
     threads::ThreadPool,
 };
 
-/// Most shards that are updated together. After each group the threads wait for each other, which takes 40 us where a
+/// Largest number of shards that are updated together. After each group the threads wait 40 us for each other; a
 /// shard's update takes 2 ms.
 const MOST_AT_ONCE: usize = 8;
 
 pub(super) struct MemoryTier {
     shapes: Vec<Shape>,
     shards: Vec<Mutex<Shard>>,
-    /// By owned shard and block: the checksum of the block's state, or 0 where none is known. Empty without replicas,
-    /// which alone could heal a shard.
+    /// Checksum of each block's state, by owned shard and block; 0 where none is known. Empty without replicas, since
+    /// only a replica could heal a shard.
     sums: Vec<Sums>,
 }
 

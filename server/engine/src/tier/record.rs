@@ -69,8 +69,8 @@ fn checksum(frame: &[u8]) -> u64 {
     crc64([&frame[..16], &frame[24..]])
 }
 
-/// Returns true if a frame is whole but for its format. Then the format's bytes are damaged, and not of a newer
-/// version.
+/// Returns true if a frame is whole but for its format. In such a frame the format's bytes are damaged: no newer
+/// version wrote it.
 fn is_whole_in_a_known_format(frame: &[u8]) -> bool {
     (FORMAT..=MOVED).any(|format| {
         let frame = [&frame[..8], &format.to_le_bytes(), &frame[12..]].concat();

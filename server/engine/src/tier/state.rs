@@ -129,7 +129,7 @@ impl<'a> StateMut<'a> {
         })
     }
 
-    /// The form that kernels of fp32 state take.
+    /// Returns the state in the form that kernels of fp32 state take.
     ///
     /// # Panics
     /// If the job has any other format.
@@ -149,7 +149,7 @@ impl<'a> StateMut<'a> {
         })
     }
 
-    /// The form that kernels of all formats take, for one block.
+    /// Returns one block in the form that kernels of all formats take.
     pub fn low(&mut self) -> StateLow<'_> {
         let format = self.shape.formats.state;
         let [master, first, second] = self.arrays.each_mut().map(|array| &mut **array);
@@ -174,7 +174,7 @@ impl Shape {
     }
 }
 
-/// The array as floats. An empty slice may start anywhere, which bytemuck refuses.
+/// Returns the array as floats. An empty slice may start at any address, which bytemuck refuses.
 fn floats(array: &mut [u8]) -> &mut [f32] {
     if array.is_empty() { &mut [] } else { bytemuck::cast_slice_mut(array) }
 }
@@ -202,7 +202,7 @@ impl<'a> StateRef<'a> {
         StateRef { shape, arrays, guard: None }
     }
 
-    /// The same state, whose blocks `guard` can compare.
+    /// Adds a guard, which can compare the state's blocks with their checksums.
     pub(super) fn guarded(self, guard: &'a dyn Guard) -> StateRef<'a> {
         StateRef { guard: Some(guard), ..self }
     }

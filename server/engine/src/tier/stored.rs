@@ -144,7 +144,7 @@ pub fn finish_interrupted(dirs: &[PathBuf]) {
     jobs.iter().for_each(|job| finish_job(dirs, job));
 }
 
-/// Runs [`finish_interrupted`] for one job. Work that fails now is left for the next time.
+/// Runs [`finish_interrupted`] for one job. Work that fails now is left for a later call.
 pub(super) fn finish_job(dirs: &[PathBuf], job: &JobName) {
     let folders: Vec<PathBuf> = folders_of(dirs, job).collect();
     let mut graves: Vec<Grave> = folders.iter().filter_map(|path| Grave::parse(path)).collect();

@@ -28,7 +28,7 @@ pub(in crate::job) struct Contribution {
     statistics: Vec<Option<Statistics>>,
     /// The checksums of the chunks that went to the drives.
     sums: Vec<u32>,
-    /// By chunk on the drives: the parameters that begin in it and have no gradient.
+    /// The parameters without a gradient that begin in a chunk, for each chunk on the drives.
     left_out: Vec<Vec<u32>>,
 }
 
@@ -57,7 +57,7 @@ impl Contribution {
     }
 
     /// Takes the statistics of the blocks that end in `copied`, whose bytes are still in cache. A later pass over the
-    /// whole gradient would cost a tenth of receiving it over loopback.
+    /// gradient would take a tenth of the time in which it is received over loopback.
     pub(in crate::job) fn take_statistics(&mut self, copied: Range<usize>, dtype: Dtype, isa: Isa) {
         let blocks = self.region.bytes().len() / (BLOCK * dtype.bytes() as usize);
         self.statistics.resize(blocks, None);

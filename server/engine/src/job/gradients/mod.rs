@@ -39,9 +39,9 @@ pub struct Gradients {
 
 /// The gradients of one shard, by gradient slot.
 pub(super) struct ShardGradients {
-    /// By slot, then by contributor.
+    /// Contributions by slot, then by contributor.
     pub(super) contributions: Vec<Vec<Mutex<Contribution>>>,
-    /// The sum, in fp32. None if a step has a single contribution, which updates then read.
+    /// The fp32 sum of each slot. None if a step has a single contribution, which updates read instead.
     pub(super) accumulators: Vec<Option<Mutex<Region>>>,
     /// The gradient statistics of each block, once the step is complete.
     pub(super) statistics: Vec<Mutex<Vec<Statistics>>>,
@@ -124,7 +124,7 @@ impl Gradients {
         sums.try_for_each(|sum| lock(sum).reserve()).map_err(exhausted)
     }
 
-    /// Frees the memory and space of a shard's gradients. Another server takes them from now on.
+    /// Frees the memory and space of a shard's gradients. Another server takes the gradients from now on.
     pub(super) fn release(&self, owned: OwnedShard) {
         self.spilled.iter().for_each(|spilled| spilled.files().release(owned));
         let Some(shard) = self.shards.get(owned.index()) else { return };

@@ -27,8 +27,8 @@ use crate::{
     tier::{GradientId, GradientStore, Kind, Transfer},
 };
 
-/// Most chunks in writing to the drives. Each connection may be receiving one more. With four for each drive, four
-/// drives are near their full speed.
+/// Largest number of chunks that are being written to the drives. Each connection may be receiving one chunk more. Four
+/// chunks for each drive bring four drives near their full speed.
 const ON_THEIR_WAY: usize = 16;
 
 /// Number of whole gradients in DRAM for updates: one in use and one prefetched.
@@ -45,7 +45,7 @@ pub(in crate::job) struct SpilledGradients {
 struct Desk {
     free: Mutex<Vec<Region>>,
     arrived: Mutex<VecDeque<Arrived>>,
-    /// Called when there is something to collect.
+    /// Called when a chunk waits to be collected.
     arrival: OnceLock<Box<dyn Fn() + Send + Sync>>,
     signal: Arc<Signal>,
 }
@@ -53,7 +53,7 @@ struct Desk {
 /// A received chunk in DRAM, before it is written to the drives.
 pub(in crate::job) struct Staged {
     pub(in crate::job) region: Region,
-    /// The byte of its shard's gradient at which it starts.
+    /// Byte of the shard's gradient at which the chunk starts.
     pub(in crate::job) start: usize,
     pub(in crate::job) statistics: Vec<(usize, Statistics)>,
 }
@@ -74,7 +74,7 @@ struct Scratch {
     /// Buffers for whole contributions that are being added, and for the sum.
     parts: Vec<Region>,
     sum: Option<Region>,
-    /// By owned shard and gradient slot: the checksums of the sum's chunks.
+    /// Checksums of the sum's chunks, by owned shard and gradient slot.
     sums: Vec<Vec<Vec<u32>>>,
 }
 
@@ -96,7 +96,7 @@ struct Sizes {
 
 impl Sizes {
     fn of(spec: &JobSpec, layout: &Layout) -> Sizes {
-        // Any shard of the job may come.
+        // Any trained shard of the job may move to this server, so the largest decides.
         let trained = (0..layout.shards()).map(ShardId).filter(|&shard| !layout.is_frozen(shard));
         let largest = trained.clone().map(|shard| layout.shard_len(shard)).max().unwrap_or(0) as usize;
         let wire = largest * spec.gradient_dtype.bytes() as usize;

@@ -13,8 +13,8 @@ use crate::{
     step::{Sum, Work},
 };
 
-/// Most sums that are formed together. One by one, threads wait for each other 0.08 ms a shard, beside 0.28 ms of work
-/// for a lone gradient on two cores.
+/// Largest number of sums that are formed together. Formed one by one, threads wait for each other 0.08 ms a shard. The
+/// work for a lone gradient takes 0.28 ms on two cores.
 const SUMS_AT_ONCE: usize = 8;
 
 /// A block of a sum, and the whole gradients whose blocks are added to it.

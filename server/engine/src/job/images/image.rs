@@ -53,8 +53,8 @@ impl Image {
         Image { owned, version: None, region, stamps, stamp, sums }
     }
 
-    /// Returns the checksum of some bytes. A checksum takes almost as long as sending the bytes, so that of a whole
-    /// chunk is kept.
+    /// Returns the checksum of some bytes. A checksum takes almost as long as sending the bytes, so the checksum of a
+    /// whole chunk is kept.
     pub(in crate::job) fn checksum(&self, within: Range<usize>) -> u32 {
         let sum = || crc32(&self.bytes()[within.clone()]);
         let chunk = within.start / CHUNK_BYTES;
@@ -143,7 +143,7 @@ struct Size {
 
 impl Size {
     fn of(spec: &JobSpec, layout: &Layout, storage: &Storage) -> Size {
-        // Any shard of the job may come.
+        // Any trained shard of the job may move to this server, so the largest decides.
         let trained = (0..layout.shards()).map(ShardId).filter(|&shard| !layout.is_frozen(shard));
         let trained: Vec<u64> = trained.map(|shard| layout.shard_len(shard)).collect();
         let largest = trained.iter().copied().max().unwrap_or(0);

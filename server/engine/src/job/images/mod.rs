@@ -200,7 +200,7 @@ impl Images {
         }
     }
 
-    /// Keeps an image that is whole in DRAM, of the tier's current version or of the one before.
+    /// Keeps an image that is whole in DRAM. Its version is the tier's current one or the one before, as `age` says.
     pub(super) fn keep(
         &self,
         version: Version,
@@ -210,7 +210,8 @@ impl Images {
         if let Some(stored) = &self.stored {
             let (owned, bytes) = (image.owned(), &image.bytes()[..self.len(image.owned())]);
             stored.store(owned, age, 0, bytes)?;
-            // A recovery compares both images with their checksums, though ranks of an exact job read only the newest.
+            // A recovery compares both images with their checksums. So both are stored, though ranks of an exact job
+            // read only the newest.
             if self.share.spec.max_delay == 0 && version.0 > 0 {
                 stored.store(owned, ImageAge::Older, 0, bytes)?;
             }

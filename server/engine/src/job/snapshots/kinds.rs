@@ -185,8 +185,8 @@ impl Job {
         self.compute.blocks(blocks, |block: &[u8]| *blake3::hash(block).as_bytes())
     }
 
-    /// Returns the current version and its block hashes, in block order. A snapshot computes them, whose copy of a
-    /// block is the hash.
+    /// Returns the current version and its block hashes, in block order. A snapshot computes the hashes: its copy of a
+    /// block is the block's hash.
     pub fn state_hashes(
         self: &Arc<Self>,
         deadline: Instant,

@@ -30,7 +30,8 @@ use crate::{
     step::{Machine, Progress},
 };
 
-/// Purpose of a snapshot, which decides their number at once and the time that updates wait for the reader.
+/// Purpose of a snapshot. The purpose limits the number of such snapshots at once, and the time that updates wait for
+/// the reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Purpose {
     /// A block's copy is its hash, so the update waits only for hashing, at the speed of memory.
@@ -43,14 +44,15 @@ enum Purpose {
 
 /// Time that all updates together wait for one reader if no memory is left to copy to.
 const GRACE: Duration = Duration::from_millis(100);
-/// The same for a disk, which pauses longer than a socket during write-back.
+/// Time that updates wait for a checkpoint's disk in the same case. A disk pauses longer than a socket, during
+/// write-back.
 const DISK_GRACE: Duration = Duration::from_millis(500);
-/// Bytes a second that a disk must take; for slower disks, updates wait only the grace. A single spinning disk and a
-/// network of 1 Gbit/s are faster.
+/// Bytes a second that a checkpoint's disk must take. Updates wait for a slower disk only [`DISK_GRACE`]. A single
+/// spinning disk and a network of 1 Gbit/s are faster.
 const DISK_PACE: u64 = 64 * 1024 * 1024;
 
 impl Purpose {
-    /// Returns the field that names such snapshots in errors, and the most that a job may have at once.
+    /// Returns the field that names such snapshots in errors, and the largest number that a job may have at once.
     fn most(self) -> (&'static str, usize) {
         match self {
             Purpose::Hash => ("state_hashes", usize::MAX),
@@ -91,7 +93,7 @@ impl Purpose {
     }
 }
 
-/// A job's running snapshots. The lock is taken under the machine's, or alone.
+/// A job's running snapshots. Their lock is taken while the machine's lock is held, or alone.
 #[derive(Default)]
 pub struct Snapshots {
     running: Mutex<Vec<Arc<Copying>>>,

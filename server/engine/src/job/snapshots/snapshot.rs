@@ -19,8 +19,8 @@ use super::{
 };
 use crate::{ids::OwnedShard, lock, step::Refusal, tier::StateRef};
 
-/// Number of slots that the walk fills at once: 64 MiB, the state of a shard of default size. A tier on drives reads
-/// the whole shard each time.
+/// Number of slots that the walk fills at once: 64 MiB, the state of a shard of default size. For each fill, a tier on
+/// drives reads the whole shard again.
 const WALK_SLOTS: usize = 16;
 
 /// A shard as it is at the snapshot's version.
@@ -44,7 +44,7 @@ pub struct SnapshotInfo {
 /// Fills the copy of one block. Many blocks are copied at the same time, on the update threads.
 pub(super) type CopyBlock = dyn Fn(&Captured<'_>, usize, &mut [u8]) + Send + Sync;
 
-/// A requested snapshot, which ends when this is dropped. The job does not stay alive for it.
+/// A requested snapshot, which ends when this value is dropped. The value does not keep the job alive.
 pub struct Snapshot {
     copying: Arc<Copying>,
     job: Weak<Job>,
@@ -58,7 +58,8 @@ pub(super) struct Copying {
     pub(super) version: Version,
     pub(super) purpose: Purpose,
     copy: Box<CopyBlock>,
-    /// All ranks had left before the request. A later process may still make the version.
+    /// True if all ranks had left before the request. The version is waited for then, since a later process may make
+    /// it.
     asked_after: bool,
     /// Number of copied blocks, by owned shard. The lock is held during copies.
     copied: Vec<Mutex<usize>>,

@@ -64,7 +64,7 @@ pub(super) struct Staging {
     block_bytes: usize,
     /// Number of blocks that a slot holds.
     blocks: usize,
-    /// Most slots that may be made outside the budget.
+    /// Largest number of slots that may be made outside the budget.
     own: usize,
     budget: Budget,
     compute: Arc<Compute>,
@@ -78,10 +78,10 @@ struct StagingState {
     queue: VecDeque<Piece>,
     /// Number of slots made outside the budget.
     own: usize,
-    /// All blocks are copied, so slots are not needed again.
+    /// True once all blocks are copied, so that no slot is needed again.
     complete: bool,
     ended: Option<Fault>,
-    /// Time at which the first piece was there.
+    /// Time at which the first piece was ready.
     begun: Option<Instant>,
     /// Bytes that the reader took.
     taken: u64,
@@ -183,7 +183,7 @@ impl Staging {
         Ok(regions.into_iter().map(|region| Slot { region, _lease: lease.clone() }).collect())
     }
 
-    /// The memory in these slots, block by block, for at most `blocks`.
+    /// Returns the memory of these slots, cut into blocks, at most `blocks` of them.
     pub(super) fn places<'a>(&self, slots: &'a mut [Slot], blocks: usize) -> Vec<&'a mut [u8]> {
         let (slot_bytes, block_bytes) = (self.slot_bytes(), self.block_bytes);
         let places = slots
@@ -247,7 +247,7 @@ impl Staging {
         }
     }
 
-    /// All blocks are copied: from here on, memory is given back as the reader takes the pieces.
+    /// Notes that all blocks are copied. From here on, memory is given back as the reader takes the pieces.
     pub(super) fn complete(&self) {
         let mut state = lock(&self.state);
         state.complete = true;

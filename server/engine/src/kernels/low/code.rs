@@ -50,14 +50,15 @@ impl Code {
     }
 }
 
-/// The lines of the code. Each table is indexed by four bits of an f32's exponent field.
+/// The straight lines that the code and its inverse consist of. Each table is indexed by four bits of an f32's exponent
+/// field.
 pub(in super::super) struct Tables {
     /// `D(q) / D(top) = slope * f + offset` with `f = q + 0.5`. The index is the low four bits of the exponent of `f`.
     pub(in super::super) slope: [f32; LANES],
     pub(in super::super) offset: [f32; LANES],
-    /// Two lines of the inverse, by the exponent of a normalised magnitude less its last bit. There is at
-    /// most one bend within a factor of 4. Both lines are 1 too low, because a random number of 1 to 2 is
-    /// added before truncation.
+    /// Lines of the inverse, by the exponent of a normalised magnitude without its last bit. An index covers a factor
+    /// of 4, within which is at most one bend, so two lines are enough. Both lines are 1 too low, because a random
+    /// number of 1 to 2 is added before truncation.
     pub(in super::super) lower: [[f32; LANES]; 2],
     pub(in super::super) upper: [[f32; LANES]; 2],
     /// `top - 1`
@@ -65,7 +66,7 @@ pub(in super::super) struct Tables {
 }
 
 impl Tables {
-    /// Magnitudes below this one (2^-31) use its line, which goes through zero.
+    /// Magnitudes below this bound (2^-31) use the bound's line, which goes through zero.
     pub(in super::super) const LEAST: u32 = 96 << 23;
     pub(in super::super) const SIGN: u32 = 1 << 31;
     /// Right shifts from an exponent field to the index of `slope` and `offset`, and to the index of the

@@ -9,8 +9,8 @@ use std::ops::Range;
 
 const BLOCK: usize = QUANTIZATION_BLOCK;
 
-/// Scales and largest magnitudes of a chunk's blocks of 8-bit moments, the first moment first. The loop of the
-/// rule decodes them and finds the largest of each block. Encoding follows after the loop.
+/// Scales and largest magnitudes of a chunk's blocks of 8-bit moments, the first moment first. The loop of the rule
+/// decodes the blocks, and finds the largest new magnitude of each. Encoding follows after the loop.
 #[repr(align(64))]
 pub(super) struct Chunk {
     largest: [[Largest; BLOCKS]; 2],
@@ -168,8 +168,8 @@ pub(in super::super) fn update<P: Passes>(
             let (gradient, inside) = (gradient.slice(part.clone()), at - start..part.end - start);
             let (master, image) = match &mut state.master {
                 MasterMut::F32(x) => (&mut x[part.clone()], Some(image.slice(part.clone()))),
-                // Only the loop of the rule knows the next step's part. So the loop makes the image, from the
-                // new weight before it is rounded.
+                // Only the loop of the rule knows the part of the next step that an image looks ahead by. So the loop
+                // makes the image, from the new weight before it is rounded.
                 MasterMut::Bf16(_) => {
                     (&mut scratch.master[inside.clone()], ahead.then(|| image.slice(part.clone())))
                 }
@@ -332,7 +332,7 @@ pub(in super::super) fn decode<P: Passes>(passes: P, code: Code, moment: Moment,
     }
 }
 
-/// For 8-bit codes. Random bits of half a unit round to nearest.
+/// Encodes a moment in 8-bit codes. Random bits of half a unit make the rounding go to nearest.
 #[inline(always)]
 pub(in super::super) fn encode<P: Passes>(
     passes: P,

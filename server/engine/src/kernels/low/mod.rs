@@ -6,8 +6,8 @@
 //! several cores share the memory's bandwidth.
 //!
 //! An update goes in chunks of four [`QUANTIZATION_BLOCK`]s, which stay in L1. The loop of the rule widens and rounds
-//! bf16 moments, and decodes 8-bit ones. It leaves new 8-bit moments as f32 on the stack, to be encoded once the
-//! largest of each block is known. Other combinations take a pass for each of these.
+//! bf16 moments, and decodes 8-bit ones. New 8-bit moments stay on the stack as f32, to be encoded once the largest of
+//! each block is known. Other combinations of formats take a pass of their own for each conversion.
 //!
 //! Encoding in an update rounds stochastically, because rounding to nearest would lose small changes: with `beta2 =
 //! 0.999` a second moment changes by 0.1 % a step. Half a unit is 0.2 to 0.4 % in bf16 and up to 4 % in 8 bits.

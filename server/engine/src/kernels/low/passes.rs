@@ -59,7 +59,7 @@ pub(in super::super) struct Halves<'a> {
     pub(in super::super) element: u32,
 }
 
-/// The bits of the largest magnitude, of every sixteenth element of a block.
+/// Bits of a block's largest magnitudes, by lane. Lane `i` has the elements `i`, `i + 16` and so on.
 pub(in super::super) type Largest = [u32; LANES];
 
 /// Both moments of a part of a chunk.
@@ -78,7 +78,7 @@ pub(in super::super) struct CodesOf<'a> {
     pub(in super::super) floats: &'a mut [f32],
     /// The scales of the chunk's blocks; each is finite or NaN.
     pub(in super::super) scales: &'a [f32; BLOCKS],
-    /// The largest magnitudes of the chunk's blocks, to which new values add.
+    /// The largest magnitudes of the chunk's blocks, raised by the new values of the part.
     pub(in super::super) largest: &'a mut [Largest; BLOCKS],
 }
 

@@ -6,7 +6,7 @@
 pub struct Random {
     /// A job has one seed.
     pub seed: u64,
-    /// The applied step, Adam's t. A repeated step rounds as it did before.
+    /// The number of the applied step: Adam's t. A repeated step rounds as it did before.
     pub step: u64,
     /// The index in the flat space of the call's first element.
     pub first_element: u64,

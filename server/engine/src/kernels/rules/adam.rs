@@ -41,8 +41,9 @@ impl<const DECOUPLED: bool> Constants for Adam<f32, DECOUPLED> {
         }
     }
 
-    /// Looks ahead by the known part of the next step: the moments after this step, and AdamW's decay of the new weight
-    /// (Adam's is part of its gradient). A part of the newest gradient replaces the missing one.
+    /// Looks ahead by the known part of the next step: the moments after this step, and AdamW's decay of the new
+    /// weight. Adam's decay is part of its gradient, which is not known yet. A part of the newest gradient stands for
+    /// that gradient.
     fn look_ahead(&mut self, hyper: &Hyper, applied: u64, next_lr: f64) {
         let decay = if DECOUPLED { hyper.weight_decay } else { 0.0 };
         self.looks_ahead = true;

@@ -40,7 +40,7 @@ pub(super) type Slots<V> = [V; 2];
 /// An update rule with the constants of one step. The conditions of [`Number`] hold for its methods too.
 pub(super) trait Rule<V: Number>: Copy {
     const SLOTS: usize;
-    /// [`Code::of`] slot 0.
+    /// Code of state slot 0, as [`Code::of`] gives it.
     const CODE: Code = Code::Signed;
 
     /// Returns true if the image looks ahead. The answer is constant over a loop, and the compiler moves its
@@ -123,8 +123,8 @@ macro_rules! rules {
                 })
             }
 
-            /// The same step, with images that look ahead by a step of learning rate `next_lr`. `hyper` and
-            /// `applied` are the arguments of [`new`](Scalars::new).
+            /// Returns the constants of the same step, for images that look ahead by a step of learning rate `next_lr`.
+            /// `hyper` and `applied` are the arguments of [`new`](Scalars::new).
             ///
             /// # Panics
             /// If the rule [cannot](Kind::can_look_ahead).
@@ -248,14 +248,14 @@ impl Number for f32 {
 struct Ahead<V> {
     /// Factor of Adam's first moment, or of SGD's momentum buffer.
     mean: V,
-    /// The factor of the newest gradient, which stands in for the missing one.
+    /// The factor of the newest gradient, which stands for the next one.
     gradient: V,
     /// Factor of AdamW's new master weight, for decay.
     weight: V,
 }
 
-/// The newest gradient is weighed twice: once for itself, and once for the missing one. Measured on the
-/// default job, and by the largest learning rate that stays stable (docs/delay.md).
+/// Weight of the newest gradient: once for itself, and once for the next gradient, which is missing. Chosen by
+/// measurements of the default job, and by the largest learning rate that stays stable (docs/delay.md).
 const NEWEST: f64 = 2.0;
 
 impl Ahead<f32> {
@@ -277,7 +277,7 @@ impl<V: Number> Ahead<V> {
 
 /// `base^exponent` by squaring. Multiplication rounds alike everywhere. `powf` and `powi` may differ in the last bit
 /// between C libraries, and so would the weights of two servers. The relative error stays below `exponent * 2^-52`.
-/// Where that is large, `base^exponent` is negligible beside 1.
+/// Where this error is large, `base^exponent` is negligible beside 1.
 fn power(base: f64, exponent: u64) -> f64 {
     let (mut result, mut square, mut rest) = (1.0, base, exponent);
     while rest > 0 {

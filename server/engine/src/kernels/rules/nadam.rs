@@ -6,7 +6,7 @@ use super::{Constants, Loop, Number, Rule, Slots, exponential, power};
 
 /// `ln(0.96)`: torch's momentum of step i is `mu(i) = beta1 * (1 - 0.5 * 0.96^(i * momentum_decay))`.
 const LN_BASE: f64 = -0.040_821_994_520_255_166;
-/// A product of momenta that no longer changes `1 - product`.
+/// A product of momenta below this no longer changes `1 - product`.
 const VANISHED: f64 = 1.0 / (1u128 << 64) as f64;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,8 +27,8 @@ pub struct NAdam<V = f32> {
     mean_step: V,
 }
 
-/// `mu(t)`, `mu(t + 1)`, and the product of `mu(1)` to `mu(t)`, which torch keeps as state. Here the product is of
-/// this step's hyperparameters, as `beta1^t` of Adam is.
+/// `mu(t)`, `mu(t + 1)`, and the product of `mu(1)` to `mu(t)`, which torch keeps as state. Here this step's
+/// hyperparameters decide the whole product, as they decide `beta1^t` of Adam.
 fn momenta(hyper: &Hyper, t: u64) -> (f64, f64, f64) {
     let base = exponential(hyper.momentum_decay * LN_BASE);
     let mu = |power: f64| hyper.beta1 * (1.0 - 0.5 * power);

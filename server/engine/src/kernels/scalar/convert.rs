@@ -56,7 +56,7 @@ impl Format for Nothing {
     fn narrow(_: f32) {}
 }
 
-/// `half`'s `const` conversions are its portable ones. The others would test for F16C on every element.
+/// `half`'s `const` conversions are its portable ones. Its other conversions would test for F16C on every element.
 impl Format for F16 {
     type Bits = u16;
 

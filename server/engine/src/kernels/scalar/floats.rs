@@ -11,7 +11,7 @@ pub(in super::super) fn update(scalars: &Scalars, gradient: Gradient, state: Sta
     update_parts(scalars, gradient, state, Some(image));
 }
 
-/// Runs [`update`], for up to [`CHUNK`] elements if `image` is None. None makes no image.
+/// Runs [`update`]. If `image` is None, no image is made, and there are at most [`CHUNK`] elements.
 pub(super) fn update_parts(scalars: &Scalars, gradient: Gradient, state: State, image: Option<ImageMut>) {
     scalars.run_scalar(Parts { gradient, state, image });
 }

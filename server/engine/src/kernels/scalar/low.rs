@@ -151,8 +151,8 @@ fn decode_element(code: Code, bits: u8, scale: f32) -> f32 {
     (f * tables.slope[at] + offset) * scale
 }
 
-/// Interpolates between codes and rounds down after adding 0 to 1. A positive sum of squares never becomes 0, since an
-/// update would then divide by `eps` alone.
+/// Interpolates between codes, adds a random number of 0 to 1, and rounds down. A positive sum of squares never becomes
+/// 0, since an update would then divide by `eps` alone.
 #[inline(always)]
 fn encode_element(code: Code, x: f32, reciprocal: f32, random: u32) -> u8 {
     let tables = code.tables();

@@ -18,16 +18,15 @@ impl Statistics {
 /// The number of lanes, one for each 16-bit element of a 64-byte register.
 pub(in super::super) const SUMS: usize = 2 * LANES;
 
-/// Number of squares added in f32 before the sum is widened: 16 to a lane. Widening every square takes three
-/// times as many instructions. A core is then bound at 0.12 ns an element, more than reading it from memory
-/// takes.
+/// Number of squares added in f32 before the sum is widened: 16 to a lane. Widening every square takes three times as
+/// many instructions. A core then takes 0.12 ns an element, which is longer than the element's read from memory.
 pub(in super::super) const TILE: usize = 16 * SUMS;
 
 /// Least sum that is exact enough. Each of a block's 64 Ki squares may have lost 2^-150 by underflow in f32. All
-/// together have then lost 2^-38 of such a sum.
+/// together have then lost at most 2^-38 of the sum.
 const LEAST: f64 = 1.0 / (1u128 << 96) as f64;
 
-/// The sum of the squares of a slice's elements, which come in order.
+/// The sum of the squares of a slice's elements, which are added in their order.
 ///
 /// Element `i` belongs to lane `i % 32`, an order that suits every vector width. A lane adds its squares in
 /// f32 by fused multiply-add. After each [`TILE`] of elements it adds its f32 sum to a sum in f64. Rounding
@@ -83,8 +82,8 @@ impl Sum {
     }
 }
 
-/// The same sum in 16 lanes of f64, where the square of an f32 is exact. Neither a square nor a sum of fewer
-/// than 2^768 squares can overflow. So the sum is finite exactly if every element is.
+/// The sum of squares in 16 lanes of f64, where the square of an f32 is exact. Neither a square nor a sum of fewer than
+/// 2^768 squares can overflow. So the sum is finite exactly if every element is.
 pub(in super::super) struct Exact {
     lanes: [f64; LANES],
     next: usize,

@@ -363,7 +363,7 @@ impl<V: Lanes> Encoder<V> {
         if SIGNED {
             V::xor_words(q, V::sign_mask(bits))
         } else {
-            // 1 for any positive value.
+            // A positive value becomes 1 at least.
             V::max_words(q, V::min_words(bits, V::splat_words(1)))
         }
     }

@@ -61,7 +61,7 @@ impl<V: Lanes> Moments<V> for Floats {
     }
 }
 
-/// Asks for the memory of `count` slots, so many elements ahead.
+/// Prefetches the memory of `count` slots, `ahead` elements after element `i`.
 #[inline(always)]
 unsafe fn prefetch_slots<V: Lanes, T>(slots: [*mut T; 2], i: usize, count: usize, ahead: usize) {
     for slot in slots.into_iter().take(count) {

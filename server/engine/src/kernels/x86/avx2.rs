@@ -135,7 +135,7 @@ impl Lanes for Avx2 {
 
     #[inline(always)]
     unsafe fn to_bf16(self) -> __m256i {
-        // Packing works within 128-bit lanes and leaves quarters 0 2 1 3.
+        // Packing works within 128-bit lanes, so the quarters come out in the order 0 2 1 3.
         let packed = _mm256_packus_epi32(round_to_bf16(self.0), round_to_bf16(self.1));
         _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
     }
@@ -341,7 +341,7 @@ unsafe fn round_to_bf16(x: __m256) -> __m256i {
 /// The upper halves of 16 words.
 #[inline(always)]
 unsafe fn pack_upper(low: __m256i, high: __m256i) -> __m256i {
-    // Packing works within 128-bit lanes and leaves quarters 0 2 1 3.
+    // Packing works within 128-bit lanes, so the quarters come out in the order 0 2 1 3.
     let packed = _mm256_packus_epi32(_mm256_srli_epi32::<16>(low), _mm256_srli_epi32::<16>(high));
     _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
 }
@@ -357,7 +357,7 @@ unsafe fn lookup(table: Avx2, index: __m256i) -> __m256 {
 /// Packs thirty-two words into bytes.
 #[inline(always)]
 unsafe fn pack_bytes<const SIGNED: bool>([a, b, c, d]: [__m256i; 4]) -> __m256i {
-    // Packing works within 128-bit lanes and leaves half l of all four in lane l.
+    // Packing works within 128-bit lanes, so half `l` of all four vectors comes out in lane `l`.
     let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     let (low, high) = (_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
     let bytes = if SIGNED { _mm256_packs_epi16(low, high) } else { _mm256_packus_epi16(low, high) };

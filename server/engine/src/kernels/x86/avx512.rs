@@ -207,8 +207,8 @@ impl Lanes for Avx512 {
 
     #[inline(always)]
     unsafe fn store_bytes<const SIGNED: bool>([a, b, c, d]: [__m512i; 4], to: *mut u8) {
-        // Packing works within 128-bit lanes and leaves quarter l of all four in lane l. (`vpmovdb` to memory
-        // would pack one at a time. On Zen 5 it took a fifth of all time of 8-bit AdamW.)
+        // Packing works within 128-bit lanes, so quarter `l` of all four vectors comes out in lane `l`. (`vpmovdb` to
+        // memory would pack one at a time. On Zen 5 it took a fifth of all time of 8-bit AdamW.)
         let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         let (low, high) = (_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
         let bytes = if SIGNED { _mm512_packs_epi16(low, high) } else { _mm512_packus_epi16(low, high) };

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::io::SILENCE;
 
-/// By drive.
+/// Debts of each drive.
 pub(super) struct Debts {
     drives: Vec<Debt>,
 }
@@ -82,7 +82,7 @@ mod tests {
         assert_eq!(debts.silent(start + 2 * SILENCE - second), Some(silent));
         debts.answered(1, start + 3 * SILENCE);
         debts.asked(0, start + 9 * SILENCE);
-        // The time before its first request does not count.
+        // The time before the drive's first request does not count.
         assert_eq!(debts.silent(start + 9 * SILENCE + 179 * second), None);
         assert_eq!(debts.patience(start + 9 * SILENCE), SILENCE);
     }

@@ -33,13 +33,13 @@ use crate::{
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct StoredRecord {
     pub(super) store: u64,
-    /// Number of the opening of the store. Of two records with one version, the later opening's counts.
+    /// Number of the opening of the store. If two records have one version, the later opening's record counts.
     pub(super) epoch: u64,
     pub(super) slots: Slots,
-    /// By file.
+    /// Checksums of the version's tables, by file.
     pub(super) roots: Vec<Roots>,
     pub(super) record: Record,
-    /// Shards that moved a moment ago.
+    /// Shards that no table of the version covers, since this server has fetched them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) apart: Vec<Apart>,
 }
@@ -61,11 +61,11 @@ pub(super) struct Tables {
 
 pub(super) struct VersionWriter {
     pub(super) pager: Arc<ShardPager>,
-    /// By file.
+    /// Checksums of the tables as written, by file.
     pub(super) tables: Mutex<Vec<Tables>>,
     pub(super) store: u64,
     pub(super) epoch: Mutex<u64>,
-    /// By file: a buffer for one table or record.
+    /// A buffer for one table or record, by file.
     pub(super) meta: Vec<Mutex<Option<Region>>>,
     pub(super) watch: Watch,
 }
@@ -112,7 +112,7 @@ impl VersionWriter {
     /// since its version has the slots of the version before.
     pub(super) fn make_durable(&self, record: &Record, slots: Slots, first: bool) -> Result<(), Fault> {
         let skipped = !first && record.is_skipped();
-        // A skipped step writes no state, but for shards that were fetched for it.
+        // A skipped step writes no state, except for shards that were fetched for it.
         let written = self.pager.write_fetched(record, slots).and_then(|fetched| {
             self.pager.wait_for_writes()?;
             match skipped {
@@ -132,7 +132,7 @@ impl VersionWriter {
     }
 
     /// Makes another placement of the durable version durable. The record names shards that were fetched since as
-    /// apart, so no table of the version changes. A server without an older image before gets that table.
+    /// apart, so no table of the version changes. The older image's table is written if it never was.
     pub(super) fn place(&self, record: &Record, slots: Slots) -> Result<(), Fault> {
         self.pager.write_fetched(record, slots)?;
         self.pager.wait_for_writes()?;
@@ -176,7 +176,7 @@ impl VersionWriter {
         self.each_file(|file| self.write_records(file, parity, &[0; SECTOR], RECORD_COPIES))
     }
 
-    /// Runs on all files at once, since each has a device of its own to flush.
+    /// Runs `work` on all files at once, since each has a device of its own to flush.
     fn each_file(&self, work: impl Fn(usize) -> Result<(), Fault> + Sync) -> Result<(), Fault> {
         let work = &work;
         thread::scope(|scope| {

@@ -56,14 +56,14 @@ struct GradientExtent {
 }
 
 impl GradientPlan {
-    /// Gradients of `held`, the shards at opening, come first in the plan.
+    /// Returns a plan in which the gradients of `held`, the shards at opening, come first.
     fn new(spec: &JobSpec, layout: &Layout, held: &[ShardId], files: usize) -> GradientPlan {
         let mut plan =
             GradientPlan { shards: Vec::new(), files: vec![0; files], wire: spec.gradient_dtype.bytes() };
         let mut is_other = vec![true; layout.shards() as usize];
         held.iter().for_each(|shard| is_other[shard.index()] = false);
         let others = (0..layout.shards()).map(ShardId).filter(|shard| is_other[shard.index()]);
-        // Trained shards take turns, so that a file without any comes after all others.
+        // Files take the trained shards in turn, so that files without a shard are the last ones.
         let mut trained = 0;
         for shard in held.iter().copied().chain(others) {
             let (file, elements) = (trained % files, layout.shard_len(shard));
@@ -117,10 +117,10 @@ impl GradientFiles {
         let opener = inputs.storage.opener();
         let create = |(folder, _): (&PathBuf, &u64)| {
             let path = folder.join(GRADIENT_FILE);
-            // A process that was killed between these lines may have left a file.
+            // A process that was killed between creation and removal may have left a file.
             let _ = fs::remove_file(&path);
             let disk = opener.create(&path).map_err(io("create", &path))?;
-            // A simulated disk has no file.
+            // The removal may fail, since a simulated disk has no file.
             let _ = fs::remove_file(&path);
             Ok(disk)
         };

@@ -243,7 +243,7 @@ fn parts_with(bytes: &Range<usize>) -> Range<usize> {
     bytes.start / PART_BYTES..bytes.end.div_ceil(PART_BYTES)
 }
 
-/// The same parts, each with its range of the wanted bytes.
+/// Returns the parts of [`parts_with`], each with the wanted range of its own bytes.
 fn parts_of(bytes: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
     parts_with(&bytes).map(move |part| {
         let start = part * PART_BYTES;

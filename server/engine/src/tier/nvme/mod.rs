@@ -4,13 +4,13 @@
 //! the format, and the reason why a crash at any instant is survived.
 //!
 //! **Verification.** A block's checksum is compared after each read, before the block is used. Recovery reads every
-//! block of its version: only then can the version before still be taken if a block is damaged.
+//! block of its version before a step is made. If a block is damaged, the version before can still be taken then.
 //!
-//! **Residency.** A fixed share of the shards stays in DRAM, spread evenly: reads of the others hide behind their
-//! updates. An LRU under cyclic access would have no hits. Resident shards are still written, so that their versions
-//! outlive the process. With a share r resident a step moves (2 - r) times the state. Logged gradients would take a
-//! sixth of these writes, and a replay of several steps at recovery. Writes are twice as fast as reads on the measured
-//! devices, so gradients are not logged.
+//! **Residency.** A fixed share of the shards stays in DRAM, spread evenly: reads of the other shards hide behind
+//! updates. An LRU cache would have no hits, since access is cyclic. Resident shards are still written, so that their
+//! versions outlive the process. With a share r resident a step moves (2 - r) times the state. If resident shards'
+//! gradients were logged instead, a sixth of these writes would do, but recovery would replay several steps. Writes are
+//! twice as fast as reads on the measured devices, so gradients are not logged.
 //!
 //! **Failure.** The first failed read, write or flush fails the store for good. A retry would lie: after a failed flush
 //! the kernel reports success for pages that it has dropped.
@@ -81,9 +81,9 @@ pub(super) struct NvmeTier {
 struct Recovery {
     record: Record,
     slots: Slots,
-    /// The version before, whose slots may be whole.
+    /// The version before the recovered one. Its slots may be whole.
     previous: Option<Version>,
-    /// Versions that have a record and are given up.
+    /// Newer versions that have a record and are given up.
     newer: Vec<Version>,
 }
 
@@ -91,7 +91,7 @@ struct Recovery {
 struct ChecksumGuard<'a> {
     checksums: &'a BlockChecksums,
     image_slot: usize,
-    /// The block was read and not compared yet.
+    /// True if the block was read and not compared yet.
     check: bool,
     damaged: AtomicUsize,
     /// Targets of the blocks' new images; empty unless images are stored.
@@ -222,7 +222,8 @@ impl Tier for NvmeTier {
     ) -> Result<(), Fault> {
         match self.part_at_rest(owned, array, bytes.clone()) {
             Some(found) => read(&found),
-            // The shard is in memory, or an update has changed it meanwhile; a damaged block is found again.
+            // The shard is in memory, or an update has changed it meanwhile. If a block is damaged, this read finds
+            // that again.
             None => self.read(owned, &mut |state| read(&state.arrays[array][bytes.clone()]))?,
         }
         Ok(())

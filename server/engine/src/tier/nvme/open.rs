@@ -77,8 +77,8 @@ pub(in crate::tier) fn shard_space(spec: &JobSpec, layout: &Layout, shard: Shard
     plan::shard_space(spec, layout, shard, spilled) + gradients
 }
 
-/// Marks the resident shards among those that the store is made with. As many as fit, spread evenly, so that the disk
-/// is busy during all of a step.
+/// Marks the resident shards among those that the store is made with. As many as fit are resident, spread evenly, so
+/// that the disk is busy during all of a step.
 fn residents(plan: &StorePlan, storage: &Storage) -> Vec<bool> {
     let count = plan.opened().count() as u64;
     let total: usize = plan.opened().map(|place| place.bytes()).sum();

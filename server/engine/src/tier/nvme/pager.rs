@@ -49,8 +49,8 @@ pub(super) struct ShardPager {
 pub(super) struct BlockChecksums {
     /// Checksums of the state as last updated, in memory or on disk.
     pub(super) state: Vec<AtomicU64>,
-    /// Checksums of the images, by image slot. A frozen shard's checksums are 0 here, since a table has a row for
-    /// each block.
+    /// Checksums of the images, by image slot. A frozen shard's checksums are 0 here: the shard has no images, but a
+    /// table has a row for each block.
     pub(super) images: [Vec<AtomicU64>; IMAGE_SLOTS as usize],
 }
 
@@ -66,7 +66,7 @@ pub(super) struct PagerState {
     pub(super) slots: Slots,
     /// The version that `slots` hold.
     version: Version,
-    /// The step that makes the next version is skipped.
+    /// True if the step that makes the next version is skipped.
     skipping: bool,
     pub(super) durable: Option<Version>,
     failed: Option<Fault>,
@@ -76,15 +76,16 @@ struct Entry {
     holding: Holding,
     /// The slot of the shard's state on disk.
     slot: u8,
-    /// The shard was never loaded: its state is zeros, without bytes on disk.
+    /// True if the shard was never loaded: its state is zeros, without bytes on disk.
     blank: bool,
-    /// The table of the slot has the shard's checksums. False for a shard that was fetched and not updated since.
+    /// True if the table of the slot has the shard's checksums. False for a shard that was fetched and not updated
+    /// since.
     tabled: bool,
-    /// A record names the slot.
+    /// True if a record names the slot.
     named: bool,
     /// Version at which the shard was released here, until its space is given back.
     released_at: Option<Version>,
-    /// Slots of fetched images, as bits. The slots' tables do not have their checksums.
+    /// Slots of fetched images, as bits. The tables of these slots lack the checksums of these images.
     fetched_images: u8,
     /// Time of the last use; larger is later.
     used: u64,
@@ -94,7 +95,7 @@ enum Holding {
     Disk,
     Reading,
     Ready(Held),
-    /// A thread has it.
+    /// A thread has the shard.
     Busy,
     Writing,
 }
@@ -102,9 +103,9 @@ enum Holding {
 /// A shard's bytes in memory. `take` gives them out, and `keep` or `write` takes them back.
 pub(super) struct Held {
     pub(super) region: Region,
-    /// The bytes were compared with their checksums since they were read.
+    /// True if the bytes were compared with their checksums since they were read.
     pub(super) checked: bool,
-    /// The bytes were loaded and not written yet.
+    /// True if the bytes were loaded and not written yet.
     pub(super) dirty: bool,
 }
 
@@ -178,8 +179,8 @@ impl ShardPager {
         self.resident[owned.index()]
     }
 
-    /// Waits for a change. A drive that owes an answer for too long fails the store. A thread may hold a shard for any
-    /// time.
+    /// Waits for a change. A drive that owes an answer for too long fails the store. There is no other limit, since a
+    /// thread may hold a shard for any time.
     fn wait<'a>(&self, state: MutexGuard<'a, PagerState>) -> MutexGuard<'a, PagerState> {
         let patience = state.debts.patience(Instant::now());
         let waited = self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
@@ -298,7 +299,7 @@ impl ShardPager {
         if held.dirty || self.resident[owned.index()] || soon {
             let entry = &mut state.entries[owned.index()];
             if held.dirty {
-                // A record may still name the slot of a shard that returns.
+                // A record may still name the slot of a shard that returns, so the other slot is written.
                 entry.slot = (entry.slot + u8::from(entry.named)) % STATE_SLOTS;
                 (entry.blank, entry.tabled, entry.named) = (false, false, false);
             }
@@ -311,8 +312,8 @@ impl ShardPager {
         self.changed.notify_all();
     }
 
-    /// Begins with every shard in this slot, as in a recovered store, except for shards that lie apart. All checksums
-    /// are known. The resident shards are read first.
+    /// Begins with every shard in `slots`, as in a recovered store, except for shards that lie apart. All checksums are
+    /// known. The resident shards are read first.
     pub(super) fn recovered(self: &Arc<Self>, slots: Slots, record: &Record, apart: &[Apart]) {
         let mut state = self.lock();
         (state.slots, state.version) = (slots, record.version);
@@ -337,7 +338,7 @@ impl ShardPager {
         self.read_ahead(&mut state);
     }
 
-    /// The next version starts at the first shard.
+    /// Begins the next version, whose updates start at the first shard.
     pub(super) fn advance(self: &Arc<Self>, slots: Slots, version: Version) {
         let mut state = self.lock();
         (state.slots, state.version) = (slots, version);
@@ -369,7 +370,7 @@ impl ShardPager {
         at_rest.then_some(entry.slot)
     }
 
-    /// Returns [`ShardPager::stored_image`] without waiting: also None during the image's write.
+    /// Returns the slot as [`ShardPager::stored_image`] does, but never waits: also None during the image's write.
     pub(super) fn image_at_rest(&self, owned: OwnedShard, version: Version) -> Option<u8> {
         let state = self.lock();
         let at_rest = !matches!(state.entries[owned.index()].holding, Holding::Writing);
@@ -386,8 +387,8 @@ impl ShardPager {
         if state.writing > 0 {
             return Ok(None);
         }
-        // During training, buffers hold prefetched shards: the one needed last is evicted. Before the start, buffers
-        // hold loaded shards: the least recently used one is written, then evicted.
+        // During training, buffers hold prefetched shards, and the shard that is needed last is evicted. Before the
+        // start, buffers hold loaded shards: the least recently used one is written, then evicted.
         let count = state.entries.len();
         let distance = |owned: OwnedShard| (owned.index() + count - state.next.index()) % count;
         let ready = |owned: &OwnedShard| {

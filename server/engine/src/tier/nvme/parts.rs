@@ -1,7 +1,7 @@
 //! The read window: parts of images and of frozen weights that pulls read from the drives, some ahead of the pull.
 //!
-//! A pull gives the order of its slices, so the next parts are read while a part is sent. One request at a time would
-//! take a drive's latency for each part. Ranks that pull the same weights at about the same time share each read.
+//! A pull gives the order of its slices, so the next parts are read while a part is sent. Single requests would take a
+//! drive's latency for each part. Ranks that pull the same weights at about the same time share each read.
 
 use std::{
     sync::{
@@ -22,12 +22,13 @@ use crate::{
 /// Length of a part: a chunk, the most that a pull sends at once. The last part of a shard may be shorter.
 /// Parts are whole blocks, since a block has one checksum.
 pub(super) const PART_BYTES: usize = CHUNK_BYTES;
-/// Most parts in memory. A rank has two pulls at once, each near its best with four reads ahead. The other four are
-/// being sent, or wait for another rank.
+/// Largest number of parts in memory. A rank has two pulls at once, each near its best with four reads ahead. The other
+/// four parts are being sent, or wait for another rank.
 const PARTS: usize = 12;
 /// Interval at which a waiting reader checks that the store has not failed.
 const LOOK: Duration = Duration::from_millis(200);
-/// An unused prefetch is given up after this many requests a place: its pull has ended, or the version is gone.
+/// Number of requests for each place after which an unused prefetch is given up. By then its pull has ended, or the
+/// version is gone.
 const PATIENCE: u64 = 4;
 
 /// Data of a shard that pulls read from a drive.
@@ -52,13 +53,13 @@ pub(super) struct ReadWindow {
 
 struct Inner {
     places: Places,
-    /// By place. None while a drive fills it.
+    /// Buffers by place. None while a drive fills the buffer.
     buffers: Vec<Option<Arc<Buffer>>>,
 }
 
 pub(super) struct Buffer {
     region: Region,
-    /// True once its blocks were compared with their checksums.
+    /// True once the part's blocks were compared with their checksums.
     checked: AtomicBool,
 }
 
@@ -73,7 +74,7 @@ pub(super) struct InUse<'a> {
 pub(super) struct Fetch {
     pub(super) part: PartOf,
     pub(super) buffer: Region,
-    /// For [`ReadWindow::arrived`].
+    /// Place of the part, for [`ReadWindow::arrived`].
     pub(super) place: usize,
 }
 
@@ -121,7 +122,7 @@ impl ReadWindow {
             if !inner.places.places[place].reading {
                 taken.buffer = inner.buffers[place].clone();
                 drop(inner);
-                // A failed read has failed the store.
+                // A failed read has failed the store, which `failure` tells.
                 failure().map_or(Ok(()), Err)?;
                 return Ok(taken);
             }
@@ -183,7 +184,7 @@ impl InUse<'_> {
 impl Drop for InUse<'_> {
     fn drop(&mut self) {
         let mut inner = lock(&self.window.inner);
-        // The next user of the place needs the last reference.
+        // The reference is dropped before the place is released, since the next user of the place needs the only one.
         self.buffer = None;
         inner.places.release(self.place);
         drop(inner);
@@ -215,7 +216,7 @@ struct Place {
     reading: bool,
     /// Number of readers. A place with users is not evicted.
     users: usize,
-    /// The part was read ahead, and has yet to be pulled.
+    /// True if the part was read ahead, and has yet to be pulled.
     expected: bool,
     /// Time of the last request or prefetch, by the clock.
     used: u64,

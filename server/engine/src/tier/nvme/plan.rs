@@ -21,7 +21,7 @@ pub(super) const STATE_SLOTS: u8 = 2;
 /// Number of slots of an image. The next version takes one. Workers pull the other two, or need them after a crash of a
 /// delayed job.
 pub(super) const IMAGE_SLOTS: u8 = 3;
-/// Copies of each record in a directory, by version parity: one damaged sector must not cost a version.
+/// Number of copies of each record in a directory, by version parity: one damaged sector must not cost a version.
 pub(super) const RECORD_COPIES: usize = 2;
 
 /// Layout of a directory's file, `data`. Every shard of the job has a place in one of the files. The first places are
@@ -44,21 +44,21 @@ pub(super) const RECORD_COPIES: usize = 2;
 /// **Why this order.** A step first writes all shards' state and images into slots that the last durable version does
 /// not use. Then follow their tables, a flush of every file, the record twice in each file, and another flush. Until
 /// then the last durable version is untouched, since it has other slots, tables and records. The record overwrites the
-/// one of two versions back, so that at any instant the last durable one is whole. The next step is decided only then.
-/// A skipped step writes only a record, which names the same slots. The record also has digests of shards that were
-/// fetched meanwhile ([`Apart`]).
+/// record of two versions back, so that the last durable version's record is whole at any instant. The next step is
+/// decided only after the last flush. A skipped step writes only a record, which names the same slots. The record also
+/// has digests of shards that were fetched meanwhile ([`Apart`]).
 ///
 /// Slots of one parity lie together, so that a step reads one sequential run and writes another.
 #[derive(Clone, Debug)]
 pub(super) struct StorePlan {
-    /// By shard.
+    /// Places of the shards, by shard.
     pub(super) shards: Vec<ShardExtent>,
     /// The shards that have a place, in the order of their places.
     pub(super) order: Vec<OwnedShard>,
     pub(super) files: Vec<FilePlan>,
-    /// Images are stored beside the state.
+    /// True if images are stored beside the state.
     pub(super) images: bool,
-    /// Images lie here alone.
+    /// True if images live here alone.
     pub(super) spilled: bool,
     /// The bytes of one block of images and of frozen weights.
     pub(super) image_block: usize,
@@ -67,17 +67,17 @@ pub(super) struct StorePlan {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ShardExtent {
     pub(super) shard: ShardId,
-    /// The store was made with the shard.
+    /// True if the store was made with the shard.
     pub(super) opened: bool,
     /// Position in [`StorePlan::order`]. None in a store of format 1 that was made without the shard.
     pub(super) position: Option<usize>,
     pub(super) file: usize,
     pub(super) elements: usize,
     pub(super) shape: Shape,
-    /// No step changes the shard, which has neither slots nor images.
+    /// True if no step changes the shard, which then has neither slots nor images.
     pub(super) frozen: bool,
     pub(super) state_bytes: usize,
-    /// 0 unless images are stored.
+    /// Bytes of an image; 0 unless images are stored.
     pub(super) image_bytes: usize,
     /// Offset in a slot of the file, or among the file's frozen shards.
     state_at: u64,
@@ -103,7 +103,7 @@ fn slot_bytes(spec: &JobSpec, layout: &Layout, shard: ShardId, images: bool) -> 
     let (shape, elements) = (Shape::of_shard(spec, layout, shard), layout.shard_len(shard) as usize);
     let image =
         if images && !layout.is_frozen(shard) { elements * spec.image_dtype.bytes() as usize } else { 0 };
-    // 8-bit moments do not fill whole sectors.
+    // The state is padded, since 8-bit moments do not fill whole sectors.
     (shape.bytes(elements).next_multiple_of(SECTOR), image)
 }
 
@@ -224,7 +224,7 @@ impl StorePlan {
         self.order.iter().map(|&owned| self.pulled_bytes(owned).div_ceil(bytes)).sum()
     }
 
-    /// The bytes that the store is made with.
+    /// The bytes that are reserved when the store is made.
     pub(super) fn disk_bytes(&self) -> u64 {
         let parts = (0..self.files.len()).flat_map(|file| self.space_at_first(file));
         parts.map(|part| part.end - part.start).sum()
@@ -236,7 +236,7 @@ impl StorePlan {
         table.max(RECORD_BYTES)
     }
 
-    /// A frozen shard has one place, whatever `slot` is.
+    /// Returns the place of a shard's state. A frozen shard has one place, whatever `slot` is.
     pub(super) fn state_part(&self, owned: OwnedShard, slot: u8) -> Part {
         let place = &self.shards[owned.index()];
         let file = &self.files[place.file];
@@ -248,7 +248,7 @@ impl StorePlan {
         Part { offset, range: 0..place.state_bytes }
     }
 
-    /// In a buffer the image follows the state.
+    /// Returns the place of a shard's image. In a buffer the image follows the state.
     pub(super) fn image_part(&self, owned: OwnedShard, slot: u8) -> Part {
         let place = &self.shards[owned.index()];
         let file = &self.files[place.file];
@@ -351,7 +351,7 @@ pub(super) struct Apart {
 /// Checksums of a shard that lies apart, by block: of its state, and of its images.
 pub(super) struct ApartChecksums {
     pub(super) state: Vec<u64>,
-    /// By slot.
+    /// Checksums of the images, by slot.
     pub(super) images: Vec<(u8, Vec<u64>)>,
 }
 
@@ -377,7 +377,7 @@ impl Digest {
 #[serde(untagged)]
 enum Digested {
     Digest(u64),
-    /// As in records of format 2.
+    /// The checksums themselves, as in records of format 2.
     Checksums(Vec<u64>),
 }
 
@@ -391,7 +391,7 @@ impl From<Digested> for Digest {
 }
 
 impl Slots {
-    /// The slots for the version that an update makes: none that this version or the image before needs.
+    /// Returns the slots for the version that an update makes. Neither this version nor the image before needs them.
     pub(super) fn updated(&self) -> Slots {
         let taken = |slot: u8| slot == self.image || Some(slot) == self.older_image;
         let image = (0..).find(|&slot| !taken(slot)).unwrap_or_default();
@@ -422,7 +422,7 @@ mod tests {
         let apart =
             |owned| Apart { owned, slot: Some(1), checksums: digest, images: vec![(1, digest), (2, digest)] };
         let all: Vec<Apart> = (0..14_000).map(apart).collect();
-        // Beside the largest trainer state and param groups.
+        // The rest is for the largest trainer state and param groups.
         assert!(serde_json::to_vec(&all).unwrap().len() < RECORD_BYTES - 2_400_000);
     }
 

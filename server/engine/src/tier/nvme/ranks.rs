@@ -23,11 +23,11 @@ use crate::{
     record::Joined,
 };
 
-/// Number of tables in the file, by parity of the write, so that a torn write leaves the table before whole. Each has
-/// two copies against damaged sectors.
+/// Number of tables in the file. Writes take turns between them, so that a torn write leaves the table before whole.
+/// Each table has two copies against damaged sectors.
 const PARITIES: u64 = 2;
 const COPIES: u64 = 2;
-/// Most bytes that a rank's numbers take as JSON.
+/// Largest number of bytes that a rank's numbers take as JSON.
 const RANK_BYTES: usize = 56;
 
 /// The file `ranks` of a store's first folder, written when a rank joins:
@@ -129,8 +129,8 @@ impl Ranks {
             return Ok(());
         }
         match broken {
-            // With a single parity this was the first table, torn during its write. No rank was told that it had
-            // joined.
+            // If only one parity was written, the broken table was the first, torn during its write. No rank was told
+            // that it had joined.
             Some(why) if written.iter().all(|&written| written) => {
                 let value = format!("{} ({why})", self.disk.path().display());
                 let remedy =

@@ -17,7 +17,7 @@ use crate::{ids::OwnedShard, io::Disk, memory::Region};
 /// All records of a store, with the faults of the damaged ones.
 #[derive(Default)]
 pub(super) struct Records {
-    /// By version: the record of the latest process.
+    /// The record of the latest process, for each version.
     pub(super) valid: BTreeMap<Version, StoredRecord>,
     /// Places of the damaged records, and why each is damaged.
     pub(super) broken: Vec<String>,
@@ -135,7 +135,7 @@ pub(super) fn read_table(
     Ok(words.collect())
 }
 
-/// Reads of single blocks of one file, whose checksums are computed.
+/// Reads single blocks of one file, and computes their checksums.
 #[derive(Clone, Copy)]
 pub(super) struct Blocks<'a> {
     pub(super) plan: &'a StorePlan,
@@ -166,7 +166,7 @@ impl Blocks<'_> {
         Ok(found)
     }
 
-    /// None for a frozen shard, which has no image.
+    /// Returns the checksum of a block of an image. None for a frozen shard, which has no image.
     pub(super) fn image(&self, owned: OwnedShard, slot: u8, block: usize) -> Result<Option<u64>, Fault> {
         if self.plan.shards[owned.index()].frozen {
             return Ok(None);

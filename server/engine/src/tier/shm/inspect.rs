@@ -110,7 +110,7 @@ fn take_records(report: &mut Report, file: &File, path: &Path) -> Result<Vec<Rec
     Ok(records)
 }
 
-/// The words follow the two records.
+/// Reads the words, which follow the two records in the file.
 fn read_words(file: &File, path: &Path, sizes: &Sizes) -> Result<Vec<u64>, Fault> {
     let mut bytes = vec![0; sizes.progress[1]];
     let start = Slab::bytes_for([2 * RECORD_BYTES]) as u64;

@@ -1,7 +1,7 @@
 //! The `shm` tier: the memory tier's arrays in files of a tmpfs, so that they outlive the process.
 //!
-//! A killed process leaves all its stores until then. So an order of stores suffices, with a copy of each block during
-//! its change. A tmpfs ends with its host; checkpoints protect against that.
+//! A killed process leaves in the files all that it has stored. So recovery needs only a fixed order of stores, and a
+//! copy of each block during its change. A tmpfs ends with its host; checkpoints protect against that.
 
 mod inspect;
 mod open;
@@ -38,10 +38,10 @@ use crate::{
 };
 
 const BLOCK: usize = BLOCK_ELEMENTS as usize;
-/// Most blocks in an update at once: one a thread. Further threads take turns.
+/// Largest number of blocks that are updated at once, one for each thread. Further threads wait.
 const UNDO_SLOTS: usize = 32;
 /// Number of words of a shard: the version begun, the version done, and the oldest version with an image here. Two more
-/// have, by parity, the step whose contributions are all summed.
+/// words have, by parity, the step whose contributions are all summed.
 const SHARD_WORDS: usize = 5;
 /// Index of the first word of the summed steps.
 const SUMMED: usize = 3;
@@ -53,13 +53,13 @@ const IMAGE_SUM: usize = 2;
 const SETTLED_WORDS: usize = 3;
 /// Number of words of an undo slot: 1 + the block (0 when unused), and the version that its update makes.
 const UNDO_WORDS: usize = 2;
-/// Lowest bit of the world size in a rank's word of versions.
+/// Lowest bit of the world size in the word with the version at which a rank joined.
 const WORLD_SIZE_SHIFT: u32 = 48;
 
 /// The job's arrays, and the order in which they are changed.
 ///
 /// Files in the job's folder, mode 0600, native byte order (a tmpfs never changes hosts). Every shard of the job has a
-/// place in them, which is a hole unless the shard is here. In format 1 only the shards at creation have one.
+/// place in them, which is a hole unless the shard is here. In format 1 only the shards at creation have a place.
 ///
 /// ```text
 /// header.json  whose folder it is (tier/folder.rs)
@@ -80,13 +80,13 @@ const WORLD_SIZE_SHIFT: u32 = 48;
 /// then.
 ///
 /// **Updating** a shard stores the version begun first and the version done last. In between, each block is copied into
-/// an undo slot, then the slot's words are stored. Then follow the block in place, its checksums, its version, and the
-/// slot's words back to 0.
+/// an undo slot, then the slot's words are stored. Then the block is changed in place. Its checksums, its version, and
+/// 0 in the slot's words follow.
 ///
 /// **Recovery** puts back each block of an undo slot whose version was not reached. The newest record is taken, and the
 /// remaining blocks are updated. Blocks that reached their version stay. A shard whose version begun is not done has
-/// lost its older image, which the new one was overwriting. A step that is summed and undecided stays summed: another
-/// server may have the decision, and its gradients may be gone elsewhere.
+/// lost its older image, which the new one was overwriting. A step that is summed and undecided stays summed. Another
+/// server may have the decision, and the step's gradients may be gone elsewhere.
 ///
 /// **Moving** a shard stores only its words. The newest record's placement names this server's shards. A shard whose
 /// version done is below the fetched version was being fetched, and is fetched again. Words of a shard that has left
@@ -101,7 +101,7 @@ pub(super) struct ShmTier {
     /// Free undo regions, with their slot.
     undo: Mutex<Vec<(usize, Region)>>,
     undo_freed: Condvar,
-    /// By slot, while it is in use.
+    /// The region of each slot that is in use, by slot.
     undo_held: Vec<Mutex<Option<Region>>>,
     /// Index of each shard's first block; one more at the end.
     blocks: Vec<usize>,
@@ -170,7 +170,7 @@ impl Tier for ShmTier {
         self.memory.release(owned);
     }
 
-    /// Before the version is stored as done, a next process would fetch a moved shard again.
+    /// The version done is stored last, since until then a next process would fetch a moved shard again.
     fn seal(&self, owned: OwnedShard, version: Version, oldest: Version) -> Result<(), Fault> {
         let mut result = Ok(());
         self.between(owned, version, &mut || {
@@ -212,7 +212,7 @@ impl KeptMemory for ShmTier {
             return;
         }
         let scale = scale.map_or(0, f64::to_bits);
-        // The step's number comes last: a kill in between leaves no settled step.
+        // The step's number is cleared first and stored last: a kill in the meantime leaves no settled step.
         words[0].store(0, Ordering::SeqCst);
         words[1].store(scale, Ordering::SeqCst);
         words[2].store(reads.map_or(0, |version| 1 + version.0), Ordering::SeqCst);
@@ -245,8 +245,9 @@ impl KeptMemory for ShmTier {
                 sums[parity].store(sums[state].load(Ordering::Relaxed), Ordering::Relaxed);
                 sums[IMAGE_SUM + parity]
                     .store(sums[IMAGE_SUM + image].load(Ordering::Relaxed), Ordering::Relaxed);
-                // A block's checksum lies at its version's parity. Without the new version, the update after this step
-                // would overwrite the checksum before the block names that update.
+                // A block's checksum lies at the parity of the block's version. If the block kept its old version here,
+                // the next update would have the same parity. The update's checksum would overwrite the block's before
+                // the block has the new version.
                 fence(Ordering::SeqCst);
                 held.store(version.0, Ordering::SeqCst);
             }
@@ -283,8 +284,8 @@ impl Durable for ShmTier {
         self.write_note(record)
     }
 
-    /// Writes the record to both places, one after the other, so that at any instant one is whole. No shard needs the
-    /// record of the version before.
+    /// Writes the record to both places, one after the other, so that at any instant one is whole. The record of the
+    /// version before is overwritten, since no shard needs it.
     fn place(&self, record: &Record) -> Result<(), Fault> {
         self.write_record_at(record, record.version.next_step().version())?;
         self.write_record(record)

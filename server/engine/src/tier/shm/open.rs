@@ -96,7 +96,7 @@ impl Sizes {
 }
 
 impl ShmTier {
-    /// Also returns the mapping for the job's other buffers.
+    /// Creates the job's files or recovers them. Also returns the mapping for the job's other buffers.
     fn open(
         inputs: &Inputs<'_>,
         buffers: usize,

@@ -56,7 +56,7 @@ fn newest_note(area: &[u8], version: Version) -> Result<Option<Note>, String> {
             Found::Valid(note) if note.version == version => {
                 newest = newest.into_iter().chain([note]).max_by_key(|note| note.number);
             }
-            // A note of another version.
+            // A note of another version does not count.
             Found::Valid(_) | Found::Blank => {}
             Found::Broken(why) => return Err(why),
             Found::Refused(fault) => return Err(fault.to_string()),
@@ -94,7 +94,8 @@ impl ShmTier {
         }
         let mut records = lock(&self.records);
         let area = &mut records.bytes_mut()[start_of(place)..][..RECORD_BYTES];
-        // The record is cleared first: without the newer of two notes, the older one would count.
+        // The record is cleared before its notes. A kill between two notes could otherwise leave the older one, which
+        // would count.
         area[..MAGIC_BYTES].fill(0);
         fence(Ordering::SeqCst);
         (0..NOTES).for_each(|place| area[note_at(place)..][..MAGIC_BYTES].fill(0));
@@ -133,7 +134,8 @@ impl ShmTier {
         for area in areas.bytes().chunks(RECORD_BYTES) {
             match read_frame::<Record>(area) {
                 Found::Valid(record) => {
-                    // A change of the placement writes the record to both areas, and notes stay in the version's own.
+                    // A change of the placement writes the record to both areas. Notes lie only in the area of the
+                    // version's parity.
                     let noted = &areas.bytes()[start_of(record.version)..][..RECORD_BYTES];
                     let note = newest_note(noted, record.version).map_err(|why| self.damaged(&why))?;
                     let standing = note.map_or_else(|| record.standing.clone(), |note| note.standing);
@@ -219,7 +221,7 @@ pub(super) fn kept(
         if !awaited && (begun < done || begun > done + 1 || begun > most) {
             return Err(format!("{shard} of it is at version {done} and began {begun}, of {most} decided"));
         }
-        // Missing updates are made from the records.
+        // Missing updates are made from the records, so each must have its record.
         let mut missing = (done.max(fetched) + 1..=last).take(records.len() + 1);
         let is_gone = |version: &u64| records.iter().all(|record| record.version.0 != *version);
         if let Some(missing) = missing.find(is_gone) {

@@ -1,4 +1,4 @@
-//! A copy of each block during its change, which update threads make. Recovery puts back the copies of a killed process.
+//! Copies of blocks during their change, made by the update threads. Recovery puts back the copies of a killed process.
 
 use std::sync::{
     PoisonError,
@@ -93,7 +93,8 @@ impl Guard for Undo<'_> {
             target = rest;
         }
         *lock(&self.tier.undo_held[slot]) = Some(copy);
-        // Release: the copy is whole before the slot names the block, and that happens before the block changes.
+        // Release: the copy is whole before the slot names the block, and the slot names the block before the block
+        // changes.
         self.tier.undo_words(slot)[1].store(self.version.0, Ordering::Release);
         self.tier.undo_words(slot)[0].store(block as u64 + 1, Ordering::SeqCst);
         fence(Ordering::SeqCst);

@@ -25,7 +25,8 @@ use crate::{ids::OwnedShard, record::Record};
 const LOST: &str =
     "see the host's memory and drives, and start the server again: it goes on from the version before";
 
-/// Versions after a shard's release until no record names it: two are kept, and one may be on its way.
+/// Number of versions after a shard's release from which on no record names the shard. Records of two versions are
+/// kept, and a third may be on its way.
 const NAMED_BY: u64 = 3;
 
 impl ShardPager {
@@ -40,7 +41,7 @@ impl ShardPager {
     }
 
     /// Starts writing the shards that were fetched since the last version, and not updated for this one. Returns true
-    /// if no table covers some shard of the version.
+    /// if the version's tables do not cover all of its shards.
     pub(in crate::tier::nvme) fn write_fetched(
         self: &Arc<Self>,
         record: &Record,
@@ -74,20 +75,20 @@ impl ShardPager {
             (held.checked, held.dirty) = (true, true);
             let mut state = self.lock();
             let entry = &mut state.entries[owned.index()];
-            // The next update writes the other slot. An eviction between two locks would write the shard to its old
-            // slot.
+            // The slot is set and the write begun under one lock. Between two locks, an eviction would write the shard
+            // to its old slot. The next update writes the other slot.
             (entry.slot, entry.tabled, entry.holding) = (slots.state, false, Holding::Ready(held));
             self.write_dirty(&mut state, owned);
         }
         Ok(has_untabled)
     }
 
-    /// An image was written to a slot outside of updates.
+    /// Notes that an image was written to a slot outside of updates, so that the slot's table lacks its checksums.
     pub(in crate::tier::nvme) fn lacks_table(&self, owned: OwnedShard, image_slot: u8) {
         self.lock().entries[owned.index()].fetched_images |= 1 << image_slot;
     }
 
-    /// The tables of a version's state and image are written, and with `first` the older image's.
+    /// Notes that the tables of a version's state and image are written, and with `first` the older image's.
     pub(in crate::tier::nvme) fn tabled(&self, record: &Record, slots: Slots, first: bool) {
         let mut state = self.lock();
         for (owned, (entry, place)) in state.entries.iter_mut().zip(&self.plan.shards).enumerate() {
