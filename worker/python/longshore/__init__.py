@@ -52,7 +52,7 @@ __all__ = [
     "tiled",
 ]
 
-#: The module of each public name, imported at the first use of the name.
+#: The module that defines each public name. A module is imported when one of its names is first used.
 _PLACES = {
     "Adagrad": "optim",
     "Adam": "optim",
@@ -90,7 +90,7 @@ _MODULES = {
     "progress",
     "schedules",
 }
-#: DeepSpeed's functions beside ``initialize``, with their replacement here.
+#: Names of the package ``deepspeed`` that this package lacks, with the replacement that the error tells.
 _OF_DEEPSPEED = {
     "add_config_arguments": "pass the path as config=, or as args.deepspeed_config",
     "checkpointing": "use torch.utils.checkpoint",

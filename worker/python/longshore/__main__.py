@@ -7,7 +7,8 @@ from longshore import _longshore
 
 
 def main() -> int:
-    # Python's handler only marks Ctrl-C for Python code, and none runs until the command ends.
+    # Ctrl-C ends the command at once. Python's own handler would only note the signal for Python code, and no Python
+    # code runs before the command ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return _longshore.longshore(["longshore", *sys.argv[1:]])
 

@@ -16,7 +16,8 @@ __all__ = ["Attached", "attach"]
 
 
 class _Method:
-    """A method of an ``Accelerator`` with an addition. A pickled one loads as the accelerator's own method."""
+    """Replaces a method of an ``Accelerator``: calls the method and does more. Unpickled, it is the accelerator's own
+    method."""
 
     def __init__(self, accelerator: Accelerator, name: str, act: Callable[..., Any]) -> None:
         self._accelerator, self._name, self._act = accelerator, name, act
@@ -31,7 +32,7 @@ class _Method:
 
 
 class _Unattached:
-    """Hooks without an effect: a pickled ``Accelerator`` or model loads without the attachment."""
+    """Takes the place of :class:`Attached` in an unpickled ``Accelerator`` or model, whose hooks then do nothing."""
 
     def _before_save(self, *_: Any) -> None: ...
 
@@ -45,7 +46,7 @@ class Attached:
         self._accelerator = accelerator
         self._saving = Saving(checkpoint)
         self._handles: list[Any] = [accelerator.register_save_state_pre_hook(self._before_save)]
-        #: Optimizers with steps since their newest weights were fetched, by ``id``.
+        #: The ``id`` of each optimizer that has made a step since its newest weights were fetched.
         self._stepped: set[int] = set()
         ways = {
             "get_state_dict": self._get_state_dict,
@@ -79,7 +80,7 @@ class Attached:
         With ``delay=1`` all ranks must call it after the same step. Without a delay the model has them anyway, and a call of the model in
         ``eval()`` flushes by itself."""
         for optimizer in self._optimizers():
-            if not optimizer.is_closed:  # closing brought the weights
+            if not optimizer.is_closed:  # close() has brought the weights
                 optimizer.flush()
             self._stepped.discard(id(optimizer))
 
@@ -111,7 +112,7 @@ class Attached:
         return wrapped
 
     def _watch_model(self, model: nn.Module) -> None:
-        # A model that Accelerate wraps is called with or without the wrapper.
+        # Callers may call the model without Accelerate's wrapper, so the inner model gets the hook.
         inner = self._accelerator.unwrap_model(model)
         self._handles.append(inner.register_forward_pre_hook(self._before_forward, prepend=True))
 

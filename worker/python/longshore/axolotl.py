@@ -41,8 +41,10 @@ class Plugin(BasePlugin):
         return "longshore.axolotl.LongshoreArgs"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Sets the optimizer's class for the trainer, which builds the param groups. Learns the parameters' names, which the trainer does
-        not pass, since the callback is added after ``on_init_end``.
+        """Sets the optimizer's class for the trainer, which builds the param groups.
+
+        The trainer gives its optimizer no names of parameters, so they are learned here. The callback would learn them
+        in ``on_init_end``, but Axolotl adds the callback only afterwards.
 
         Raises:
             InvalidError: naming the key under ``longshore``.

@@ -154,12 +154,13 @@ def loader_of(data: Any, optimizer: optim.Optimizer, collate_fn: Any, settings: 
 def _advance(scheduler: LRScheduler, steps: int) -> None:
     """Makes the steps of a scheduler that an earlier process has made."""
     with warnings.catch_warnings():
-        # torch expects a step of the optimizer first.
+        # torch warns of a scheduler's step before the optimizer's first step. Here an earlier process has made that
+        # step.
         warnings.filterwarnings("ignore", "Detected call of", UserWarning)
         try:
             for _ in range(steps):
                 scheduler.step()
-        except ValueError as error:  # OneCycleLR ends
+        except ValueError as error:  # OneCycleLR raises after its last step
             remedy = "give it the steps of the whole run, or name another job= for a new run"
             raise invalid("lr_scheduler", f"{type(scheduler).__name__} ({error})", f"one of at least {steps} steps, as the job has", remedy) from error
 
@@ -182,9 +183,9 @@ class Engine(Asked):
         self.lr_scheduler = lr_scheduler
         self._config = config
         self._go_on()
-        #: Backward passes of the current step, and calls of step() for it.
+        #: Number of backward passes of the current step, and number of calls of step() since the step began.
         self._passes = self._calls = 0
-        #: True if a backward pass was interrupted, so that the sent gradients of the step are unknown.
+        #: True if a backward pass was interrupted, so that nobody knows which gradients of the step were sent.
         self._is_broken_off = False
         self._forced_boundary: bool | None = None
         self._was_applied = False
@@ -193,7 +194,7 @@ class Engine(Asked):
         """Takes counters and schedule from a job that an earlier process has trained."""
         optimizer, scheduler = self.optimizer, self.lr_scheduler
         is_untold, made, applied = not optimizer._is_version_known, optimizer.global_step, int(optimizer._applied)
-        # Updates count from the state that a job was filled with.
+        # A job that was filled with state counts the updates that made the state. The count may exceed the job's steps.
         self.global_steps = max(made, applied)
         self.skipped_steps = self.global_steps - applied
         self.micro_steps = self.global_steps * self._config.micro_steps
@@ -202,7 +203,7 @@ class Engine(Asked):
             if scheduler.last_epoch == 0:
                 _advance(scheduler, applied)
         elif scheduler is not None and is_untold:
-            optimizer._is_version_known = False  # the first step warns
+            optimizer._is_version_known = False  # makes the first step warn of earlier steps
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -332,7 +333,7 @@ class Engine(Asked):
             self._warn_of_given_up(passes)
 
     def _notice_given_up(self) -> None:
-        """Begins the step anew if the optimizer's own zero_grad() has abandoned its backward passes."""
+        """Begins the step anew if the optimizer's own zero_grad() has abandoned the step's backward passes."""
         passes = self._passes
         # A parameter's first gradient after unfreezing stays in ``.grad`` until the step: no hook sees it earlier.
         left = any(tensor.grad is not None for group in self.optimizer.param_groups for tensor in group["params"])
@@ -348,7 +349,8 @@ class Engine(Asked):
         )
 
     def _begin_anew(self) -> bool:
-        """Makes the next backward pass the first of a step, unless sent gradients are still in the current step. Returns whether it did."""
+        """Makes the next backward pass the first of a step, and returns True. Does nothing and returns False while
+        servers keep gradients that were sent for the current step."""
         if self.optimizer.has_begun:
             return False
         self._passes = self._calls = 0
@@ -422,7 +424,7 @@ class Engine(Asked):
                 "asked for module and optimizer: servers keep both together",
                 "load what save_16bit_model wrote into the model, and start a new job from it",
             )
-        # A loaded state continues between steps.
+        # A loaded state has no half step, so the current step's gradients are dropped.
         self.optimizer.zero_grad()
         if self.load_universal_checkpoint():
             loaded = files.load_universal(self, Path(load_dir), tag, load_lr_scheduler_states)
@@ -522,13 +524,13 @@ def initialize(
     settings = Config.of(config if isinstance(config, Mapping) else json.loads(Path(config).read_text()))
     if settings.dtype is not None:
         model.to(settings.dtype)
-    # Programs for DeepSpeed pass model.parameters(), which has no names.
+    # Programs written for DeepSpeed pass model.parameters(), which gives no names.
     _params.learn_names(model.named_parameters())
     params = model_parameters if model_parameters is not None else model.named_parameters()
     optimizer = optimizer_of(optimizer, params, settings)
     optimizer.watch(model)
     if not optimizer.waits_for_state and not settings.loads_universal:
-        # The first forward needs the job's weights.
+        # Opening the job gives the model the job's weights before its first forward.
         optimizer.open()
         settings.put_in_units(model, optimizer)
     lr_scheduler = scheduler_of(lr_scheduler, optimizer, settings)

@@ -72,11 +72,11 @@ def _accelerator() -> str | None:
 
 _FORMAT = 1
 _STATE = "trainer_state.json"
-#: Log entries kept with a commit. Earlier ones are in the Trainer's saves.
+#: Number of log entries kept with a commit. Earlier entries are in the Trainer's saves.
 _LOGS_KEPT = 200
 #: Name of the Trainer's folder of a save.
 _FOLDER = re.compile(r"checkpoint-(\d+)")
-#: Attribute that marks a scheduler whose loaded state lacks the last step of the scheduler.
+#: Attribute that marks a scheduler whose loaded state was taken before the scheduler's last step.
 BEHIND = "_longshore_behind"
 
 
@@ -173,7 +173,7 @@ class Loaded:
         self._model = model
         #: Digests of loaded weights, by name.
         self._digests: dict[str, bytes] = {}
-        #: Names removed from the current load.
+        #: Names of weights that this object has taken out of the state being loaded.
         self._left_out: set[str] = set()
         self._handles = [
             model.register_load_state_dict_pre_hook(self._leave_out),
@@ -210,7 +210,7 @@ class Loaded:
         self._left_out.clear()
         for name, parameter in self._in_units():
             value = state.get(prefix + name)
-            # torch refuses another shape by name.
+            # A value of another shape stays in ``state``, so that torch refuses it by name.
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 self._digests[name] = _digest(value.to(parameter.dtype))
                 self._left_out.add(prefix + name)
@@ -250,7 +250,7 @@ class Callback(TrainerCallback):
         self._resumed: bytes | None = None
         self._saved_logs = 0
         self._loaded: Loaded | None = None
-        #: Weights that the Trainer loads into a model in units at the end of training, for the best model.
+        #: Notes the best model's weights, which the Trainer loads into a model in units at the end of training.
         self._best: Loaded | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -279,15 +279,15 @@ class Callback(TrainerCallback):
             self._check_best(args, optimizer)
             self._best = Loaded(kwargs["model"])
         if scheduler is not None and getattr(scheduler, BEHIND, False):
-            # The commit was made before the scheduler's own step.
+            # The resumed state was committed before the scheduler's own step, which is made now.
             delattr(scheduler, BEHIND)
             scheduler.step()
         self._saved_logs = len(state.log_history)
         optimizer.resume_data = lambda: TrainerData.of(state, scheduler, self._saved_logs).encode()
 
     def _warn_of_places(self, optimizer: Optimizer) -> None:
-        """Warns that the job has no names. Names learnt now would differ from those by which the next process looks for the job on a
-        resume."""
+        """Warns that the job has places instead of the parameters' names. Names learnt now would be too late: on a
+        resume the next process looks for the job with places again."""
         if not self._was_there and optimizer.is_named_by_place:
             self._was_there = True
             warn(
@@ -319,7 +319,8 @@ class Callback(TrainerCallback):
         best.check()
 
     def _check_resumed(self, optimizer: Optimizer, state: Any) -> None:
-        """Refuses to repeat the first steps with the weights of later ones."""
+        """Refuses to start at another step than the servers', which would repeat steps with the weights of later
+        ones."""
         found, self._resumed = optimizer.resumed, self._resumed
         if not found or found == self._resumed:
             return
@@ -353,7 +354,7 @@ class Callback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = _ours(kwargs)
         if optimizer is not None:
-            # A save unknown to on_step_end, for example of the best model.
+            # on_step_end does not know of some saves, for example of the best model.
             self._saving.save(optimizer, state.global_step)
             self._saved_logs = len(state.log_history)
 
@@ -384,7 +385,7 @@ def newest(trainer: Trainer) -> str | None:
     """
     output = Path(str(trainer.args.output_dir))
     last = last_whole(output)
-    # Rank 0 writes there next, and all ranks must have found the same folder.
+    # Rank 0 writes to this place next, so all ranks must have looked there before.
     trainer.accelerator.wait_for_everyone()
     optimizer = unwrapped(trainer.optimizer if trainer.optimizer is not None else trainer.create_optimizer())
     kept = optimizer.resumed if optimizer is not None else None
@@ -400,7 +401,7 @@ def newest(trainer: Trainer) -> str | None:
         trainer.save_model(str(partial), _internal_call=True)
         torch.save(optimizer.state_dict(), partial / "optimizer.pt")
         data.write(partial, last, trainer.args.world_size)
-        # The Trainer's incomplete folder of a killed process.
+        # The Trainer's folder exists if a process was killed while it saved, and is incomplete then.
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     trainer.accelerator.wait_for_everyone()
@@ -434,7 +435,7 @@ def deepspeed(
             settings, optimizer_type="AdamW", optimizer_params=_config.filled({"optimizer": given}, args)["optimizer"]["params"]
         )
     kind, arguments = settings.rule()
-    # The Trainer has a scaler of its own.
+    # The loss scale is left out, since the Trainer has a scaler of its own.
     job = {**settings.defaults(), **{name: value for name, value in settings.job.items() if name != "loss_scale"}}
     if settings.shard is not None:
         # Gradients leave while backward runs, so servers clip, and the Trainer finds none to clip.
@@ -446,7 +447,8 @@ def deepspeed(
 
 
 def _leave_unwrapped(model: torch.nn.Module, args: TrainingArguments) -> None:
-    """Makes Accelerate take a model in units unchanged. Otherwise it moves the model and wraps it in DistributedDataParallel.
+    """Makes Accelerate take a model in units unchanged, instead of moving it and wrapping it in
+    DistributedDataParallel.
 
     The servers sum the gradients of ranks. Accelerate's other task is done here: with ``bf16`` or ``fp16`` forward runs under autocast.
     """

@@ -22,9 +22,9 @@ from longshore.transfer.options import JobOptions
 
 __all__ = ["Client", "Transformation", "adamw"]
 
-#: Number of leaves, and of elements of each, in which an update looks for changes that servers have not made.
+#: Number of leaves, and of elements in each, that an update compares with the servers' to notice foreign changes.
 _LEAVES, _ELEMENTS = 8, 64
-#: Roundings by which an element may differ after an update was added to it.
+#: Largest difference, in roundings, between a compared element and the servers' one. Adding an update rounds once.
 _ROUNDINGS = 4
 
 Tree = Any
@@ -205,9 +205,9 @@ class _Remote:
         self._decays = decays
         self._options = options
         self._client: Client | None = None
-        #: Number of updates that make a step.
+        #: Number of calls of ``update`` that make a step.
         self.accumulate = options.get("accumulate", 1)
-        #: Some elements of the last update's parameters; None before the first.
+        #: Some elements of the parameters that the last step gave; None before the first step.
         self._given: list[np.ndarray[Any, Any]] | None = None
         self.error: Exception | None = None
 
@@ -227,7 +227,8 @@ class _Remote:
                 self.error = error
                 raise
 
-        # A branch of lax.cond may close over concrete arguments, so the trace shows in a result only.
+        # Within a trace all arguments may be concrete, as those over which a branch of lax.cond closes. A new result
+        # such as the sum below always shows the trace.
         if any(isinstance(leaf, jax.core.Tracer) for leaf in [*jax.tree_util.tree_leaves(arguments), jnp.add(0, 0)]):
             return io_callback(kept, like, *arguments, ordered=True)
         return kept(*arguments)
@@ -256,7 +257,7 @@ class _Remote:
         self._check(seen)
         found.push(gradients, 1 / self.accumulate)
         if found.client._micro_steps < self.accumulate:
-            # The caller ignores these values: its difference is 0 until a step is made.
+            # ``update`` ignores these values, and returns a difference of 0 until a step is made.
             return jax.tree_util.tree_map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
         found.commit(replace(self._hyper, lr=float(lr)))
         pulled = list(found.client.pull().values())
@@ -268,7 +269,8 @@ class _Remote:
         if self._given is None or self._options.get("written_weights") == "drop":
             return
         for given, mine in zip(self._given, map(np.asarray, seen), strict=True):
-            # Old parameters plus an update differ by one rounding of the larger of both.
+            # The caller has added an update to old parameters, which rounds once. The limit is relative to the larger
+            # value.
             limit = _ROUNDINGS * float(jnp.finfo(given.dtype).eps)
             apart = np.abs(given.astype(np.float64) - mine.astype(np.float64))
             if np.any(apart > limit * max(np.max(np.abs(given), initial=0.0), np.max(np.abs(mine), initial=0.0))):
@@ -330,7 +332,7 @@ def adamw(
     remote = _Remote(hyper, mask, options)
 
     def init(params: Tree) -> State:
-        # optax.tree.map_params calls init of a tree without leaves, while the job runs.
+        # optax.tree.map_params calls init with a tree without leaves while the job runs. Such a call opens no job.
         if not jax.tree_util.tree_leaves(params):
             return State(jnp.zeros((), jnp.int32))
         return State(jnp.asarray(remote.call(remote.open, jax.ShapeDtypeStruct((), jnp.int32), params)))
@@ -346,7 +348,7 @@ def adamw(
         if isinstance(lr, jax.Array):
             new = remote.call(partial(remote.step, like), like, updates, state.count, seen, lr)
         else:
-            # A Python number passes unrounded, not as fp32.
+            # A Python number does not pass as an argument, where JAX would round it to fp32.
             new = remote.call(lambda updates, count, seen: remote.step(like, updates, count, seen, lr), like, updates, state.count, seen)
         count = state.count + 1
         moves = count % remote.accumulate == 0

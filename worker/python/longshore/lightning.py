@@ -21,7 +21,8 @@ class _Logging(pl.Callback):
     """Logs the servers' gradient norm, the loss scale and the exposed time."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # With bf16-mixed Lightning asks for the unscaler of gradients before it clips; there is none.
+        # With bf16-mixed precision Lightning has no ``GradScaler``, but before it clips it asks the optimizer as if it
+        # had.
         for _, optimizer in _ours(trainer):
             optimizer.watch(pl_module)
             optimizer.has_no_scaler = getattr(trainer.precision_plugin, "scaler", None) is None
@@ -51,7 +52,7 @@ class Callback(_Logging):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         for _, optimizer in _ours(trainer):
-            # Lightning takes a handle first, and replaces it in on_save_checkpoint.
+            # No warning is needed: Lightning takes a handle first, and on_save_checkpoint below replaces it.
             optimizer.warns_of_handles = False
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ class Strategy(SingleDeviceStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._has_failed = False
         if not any(isinstance(callback, _Logging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            # Saving callbacks come later, since they may watch logged values.
+            # The first place, since later callbacks may save by the values that this one logs.
             trainer.callbacks.insert(0, _Logging())  # type: ignore[attr-defined]
         super().setup(trainer)
 
@@ -132,7 +133,7 @@ class Strategy(SingleDeviceStrategy):
 
     def _flush(self) -> None:
         for optimizer in filter(None, map(unwrapped, self.optimizers)):
-            if not optimizer.is_closed:  # closing brought the newest weights
+            if not optimizer.is_closed:  # close() has brought the newest weights
                 optimizer.flush()
 
 

@@ -37,7 +37,7 @@ class Optimizer(Opening, Stepping, Stateful):
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: dict[str, Any]) -> None:
         self._options = Options.of(options, defaults)
-        self._check_hyper(defaults)  # torch names a wrong value before wrong params
+        self._check_hyper(defaults)  # torch, too, reports a wrong value before wrong params
         self._job_name = self._options.job or _job.new_job_name("torch")
         self._process = os.getpid()
         self._connection = self._filling = self._table = self._groups = self._units = self._watch = None
@@ -127,7 +127,7 @@ class Optimizer(Opening, Stepping, Stateful):
             self._start_over()
         connection = self._connection
         if connection is None:
-            self._now.end()  # an interrupted opening is repeated
+            self._now.end()  # the next step repeats an opening that was interrupted
             return 0
         self._opened()
         connection.drain()
@@ -150,7 +150,7 @@ def unwrapped(optimizer: Any) -> Optimizer | None:
     return inner if isinstance(inner, Optimizer) else None
 
 
-#: Flags of torch that servers' rules do not have, with the remedy. None and False are torch's defaults and pass.
+#: Flags of torch that servers' rules do not have, each with its remedy. torch's defaults None and False pass.
 _FLAGS = {
     "amsgrad": "servers keep no largest second moment: leave it out",
     "maximize": "servers minimise: negate the loss",
@@ -159,7 +159,7 @@ _FLAGS = {
     "decoupled_weight_decay": "servers add it to the gradient: leave it out, or use longshore.AdamW",
     "initial_accumulator_value": "servers start from 0: leave it out",
 }
-#: torch's words for hyperparameters that are at least 0.
+#: Hyperparameters that must be at least 0, each with its name in torch's errors.
 _AT_LEAST_0 = {
     "lr": "learning rate",
     "momentum": "momentum value",
@@ -172,7 +172,7 @@ _AT_LEAST_0 = {
 
 def _check_number(what: str, value: Any) -> None:
     """Refuses text and other values that are no numbers, although ``float`` takes some of them."""
-    if not hasattr(value, "__float__"):  # a protocol's `isinstance` takes 30 us
+    if not hasattr(value, "__float__"):  # `isinstance` with a runtime protocol takes 30 us
         raise invalid(what, repr(value), "a number", "pass a float, not text")
 
 
@@ -215,7 +215,7 @@ class _Rule(Optimizer):
                 raise invalid(name, group[name], "0" if name == "initial_accumulator_value" else "False", remedy)
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        # torch allows tensors of one element.
+        # Hyperparameters may be tensors of one element, as in torch.
         given = {name: float(group[name]) for name in (*_AT_LEAST_0, "dampening") if name in group}
         if "betas" in group:
             given["beta1"], given["beta2"] = map(float, group["betas"])

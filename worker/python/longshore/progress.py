@@ -35,7 +35,8 @@ class Progress:
         file: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        # A notebook's kernel, whose output handles a carriage return as a terminal does.
+        # ipykernel is loaded in a notebook's process. The notebook's output handles a carriage return as a terminal
+        # does.
         in_notebook = "ipykernel" in sys.modules
         self._optimizer = optimizer
         self._steps = steps
@@ -79,7 +80,7 @@ class Progress:
         self._shown_at, self._shown = now, self._done
         text = "  ".join(self._parts(now - self._began))
         if self._changes:
-            # Blanks cover the rest of a longer line.
+            # Blanks cover the end of the previous line if that line was longer.
             self._file.write(f"\r{text.ljust(self._width)}")
             self._width = len(text)
         else:

@@ -36,8 +36,8 @@ def _of_groups(name: str, value: Any, groups: int) -> list[float]:
 
 
 def _warmth(kind: str, steps: int) -> Callable[[int], float]:
-    """Returns a function of the steps made: the progress of the warm-up, from 0 to 1. The warm-up has at least 2 steps, and begins after
-    the first one."""
+    """Returns a function of the steps made: the progress of the warm-up, from 0 to 1. The warm-up has at least 2 steps,
+    and is at 0 once the first step is made."""
     if kind not in ("log", "linear"):
         raise invalid("scheduler.params.warmup_type", kind, "log or linear", "choose one of them")
     if steps < 1:

@@ -32,15 +32,16 @@ __all__ = ["load_deepspeed", "load_safetensors", "save_deepspeed", "save_safeten
 _FP32 = "fp32"
 _STEP = "step"
 _OPTIMIZER = "optimizer_state.pt"
-#: The file's name in ZeRO's stages 1 and 2, and in stage 3.
+#: Names of the file with DeepSpeed's counters, scheduler and buffers: in ZeRO's stages 1 and 2, and in stage 3.
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-#: Keys of DeepSpeed's engine in that file. All other keys are the caller's.
+#: Keys that DeepSpeed's engine writes into the file of model states. All other keys are the caller's.
 DEEPSPEED_KEYS = frozenset(
     "module buffer_names optimizer lr_scheduler sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
     "mp_world_size ds_config ds_version data_sampler random_ltd param_shapes frozen_param_shapes frozen_param_fragments "
     "shared_params zero_optimizer_state universal_checkpoint_info checkpoint_parallel_dimensions".split()
 )
-#: DeepSpeed release that introduced the layout; its loaders check it.
+#: DeepSpeed release that introduced the layout of universal checkpoints. Our files name it, since DeepSpeed's loaders
+#: look for a release.
 _DEEPSPEED = "0.14.0"
 
 
@@ -99,14 +100,15 @@ def load_deepspeed(
     def read(array: int, param: Param) -> Any:
         content = torch.load(zero / param.name / f"{keys[array]}.pt", mmap=True, weights_only=True, map_location="cpu")
         found: Any = content.get("param") if isinstance(content, Mapping) else content
-        # ZeRO-3's tensors are flat.
+        # A checkpoint made from ZeRO-3 has flat tensors.
         flat = isinstance(found, Tensor) and found.ndim == 1 and found.numel() == param.elements
         return found.view(param.shape) if flat else found
 
     def check(params: list[Param]) -> None:
         known = {param.name for param in params}
         for name in sorted(entry.name for entry in zero.iterdir() if entry.is_dir()):
-            # Since DeepSpeed 0.19 the folder also has weights of frozen parameters and buffers, which are loaded into the model.
+            # Since DeepSpeed 0.19 the folder also has frozen parameters and buffers, which have no moments. The caller
+            # loads these into the model.
             is_trained = any((zero / name / f"{key}.pt").exists() for key in keys[1:])
             if name not in known and is_trained:
                 remedy = "give the optimizer this parameter too, or take its folder out"
@@ -134,8 +136,8 @@ def load_deepspeed(
 
 
 def deepspeed_rest(folder: str | os.PathLike[str], tag: str | None = None) -> tuple[Path, dict[str, Any] | None]:
-    """Returns a universal checkpoint's file beside the parameters' tensors, and its content. None as content means a missing file, or a
-    file that could run code when read.
+    """Returns the path and the content of a universal checkpoint's file of model states: counters, scheduler, buffers
+    and frozen weights. The content is None if the file is missing, or could run code when read.
     """
     return _states(_zero_folder(Path(folder), tag))
 
@@ -232,7 +234,8 @@ def save_deepspeed(
             {key: value for key, value in group.items() if key in ("lr", "betas", "eps", "weight_decay")}
             for group in _groups(optimizer)
         ]
-        # Loaders of ZeRO's stages 1 and 2 look for hyperparameters and step count in one place. Stage 3's looks in another.
+        # Loaders of ZeRO's stages 1 and 2 take hyperparameters and step count from other keys than stage 3's loader.
+        # The file therefore has both twice.
         whole = {"state": {0: {_STEP: device.host_number(applied)}}, "param_groups": groups}
         state = {"param_groups": groups, "optimizer_state_dict": whole, "ds_version": _DEEPSPEED}
         torch.save(state, made / "zero" / _OPTIMIZER)
@@ -309,8 +312,8 @@ def _universal(param: Param) -> dict[str, Any]:
 
 
 def _step_of_all(zero: Path) -> int | None:
-    """Returns the step count that ZeRO-3's files have in one place; None without one. The optimizer's count is used if its file has plain
-    values alone. DeepSpeed's own file has objects beside it; then the engine's count is used."""
+    """Returns the step count of all parameters in a ZeRO-3 checkpoint; None without one. The optimizer's file has the
+    count. DeepSpeed's own file of it also has objects that could run code, so the engine's counters are used then."""
     try:
         state = torch.load(zero / _OPTIMIZER, weights_only=True, map_location="cpu")["optimizer_state_dict"]["state"]
         return int(state[0][_STEP])
@@ -323,7 +326,7 @@ def _step_of_all(zero: Path) -> int | None:
 
 
 def _states(zero: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Returns the result of :func:`deepspeed_rest` for a folder of tensors."""
+    """Returns the result of :func:`deepspeed_rest`, given the checkpoint's folder ``zero``."""
     paths = [zero.parent / name for name in _MODEL_STATES]
     path = next((path for path in paths if path.is_file()), paths[0])
     try:

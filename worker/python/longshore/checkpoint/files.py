@@ -21,7 +21,7 @@ from longshore.errors import LongshoreError, StateError, invalid
 from longshore.transfer import filling
 from longshore.transfer.params import DTYPES, Param
 
-#: Name pattern of incomplete folders.
+#: Pattern of the temporary names that folders have until they are complete.
 DRAFTS = ".longshore-*"
 
 
@@ -41,7 +41,8 @@ def mapped(path: Path, content: Callable[[], Any]) -> Any:
         described = content()
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(described, path)
-    # Writing to a hole in a mapped file would kill the process when the drive is full.
+    # The file gets all its blocks now. With a full drive, a later write to a hole in the mapping would kill the
+    # process.
     with path.open("r+b") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
@@ -88,7 +89,7 @@ def _sync(path: Path) -> None:
 
 
 def blank(shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
-    """Returns an empty fp32 tensor for a description."""
+    """Returns an fp32 tensor whose values do not matter, for the content given to :func:`mapped`."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
@@ -106,7 +107,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
-#: Largest header, as in the format's own library.
+#: Largest header of a file in bytes. The safetensors library has the same limit.
 _MAX_HEADER = 100_000_000
 
 
@@ -163,7 +164,7 @@ class Files:
         whole: Any = torch.UntypedStorage.from_file(str(file), False, start + length)
         dtype = _TYPES[kind]
         if start % dtype.itemsize:
-            # Other writers may not align tensors.
+            # Other programs may write unaligned tensors, which torch cannot use in place, so this one is copied.
             return torch.frombuffer(bytearray(bytes(whole[start:])), dtype=dtype).view(shape)
         return torch.empty(0, dtype=dtype, device="cpu").set_(whole, start // dtype.itemsize, (shape.numel(),), (1,)).view(shape)
 
@@ -190,7 +191,7 @@ def _names_in(index: Path) -> list[str]:
         if not all(isinstance(name, str) for name in names):
             raise TypeError("a file's name is no text")
         if any(name != Path(name).name for name in names):
-            # An index comes from strangers.
+            # A downloaded index must not make this process read files outside of the folder.
             raise ValueError("it names a file outside of its folder")
         return names
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -112,12 +112,14 @@ class Client:
         self._by_name = {param.name: param for param in self._params}
         self._groups = len(groups) + 1
         self._hyper = self._each(hyper)
-        #: Parameters pushed in this micro-step, and number of complete micro-steps.
+        #: Indices of the parameters pushed in this micro-step.
         self._pushed: set[int] = set()
+        #: Number of the current step's complete micro-steps.
         self._micro_steps = 0
-        #: True from a step's first push to the end of its commit, also of interrupted calls.
+        #: True from a step's first push until its commit has returned. An interrupted push or commit leaves it True.
         self._has_begun = False
-        #: The version that the next step computes with, while a step is given up.
+        #: The version with which an abandoned step begins anew. zero_grad() keeps it here for its own repetition after
+        #: an interrupt. None at any other time.
         self._held: int | None = None
         #: Report of the newest decided step; None before the first.
         self.last_report: StepReport | None = None
@@ -125,7 +127,7 @@ class Client:
         self._settings = _job.settings(self._options, name, rule, self._params, self._hyper)
         self._name = self._settings.job
         self._job = self._connected()
-        #: The last committed step, and the last pulled version.
+        #: Number of the last committed step. `_version` below is the last pulled version.
         self._step, _ = self._job.start([] if pieces else _places(self._params, arrays), pieces=pieces)
         self._record = _job.Record(self._settings)
         self._record.warn_of_others(self._job)
@@ -134,7 +136,8 @@ class Client:
     def _connected(self) -> Any:
         job = _longshore.Job(self._settings)
         self._finalizer = weakref.finalize(self, _closed, job, self._options.servers is None)
-        # At the interpreter's end the process ends the job of an embedded server; any other job goes on.
+        # Nothing is to be done at the interpreter's end. An embedded server's job ends with the process, and any other
+        # job goes on.
         self._finalizer.atexit = False
         return job
 
@@ -247,7 +250,7 @@ class Client:
         self._finalizer.detach()
         self._job = self._connected()
         self._step, _ = self._job.start([], found=True)
-        if self._job.unread_weights() != self._held:  # a delayed job's step after a flush
+        if self._job.unread_weights() != self._held:  # the step of a delayed job came after a flush
             self._job.drain()
         self._pushed.clear()
         self._micro_steps, self._has_begun, self._held = 0, False, None
@@ -298,7 +301,8 @@ class Client:
         places = _places(self._params, targets)
         version = self._job.read_weights(places)
         if version is None:
-            # The weights were pulled before, or this rank filled a new job with them.
+            # None means that no new weights are expected: they were pulled before, or this rank filled a new job with
+            # them.
             self._job.pull(self._version, places)
         else:
             self._version = version
@@ -436,6 +440,6 @@ def _pieces(
 def _closed(job: Any, embedded: bool) -> None:
     """Ends the job of a freed client if its server is embedded, since no other process can reach that job."""
     if embedded:
-        # In a fork the job is the parent's. A failed server has forgotten the job anyway.
+        # Errors are ignored: in a fork the job is the parent's, and a failed server has forgotten the job anyway.
         with contextlib.suppress(LongshoreError):
             job.close(True)

@@ -12,17 +12,17 @@ import numpy as np
 
 from longshore.errors import GradientError, LongshoreError, invalid
 
-#: The Rust half's names of NumPy's types. ml_dtypes gives NumPy the last one.
+#: The Rust half's name of each type of NumPy. NumPy has bfloat16 only with ml_dtypes.
 _NUMPY = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-#: The Rust half's names by DLPack's code and bits.
+#: The Rust half's name of each type of DLPack, which is a pair of type code and bits.
 _DLPACK = {(2, 32): "fp32", (2, 16): "fp16", (4, 16): "bf16"}
-# The host's memory, also locked for a CUDA or a ROCm device.
+# DLPack's device types in host memory: plain (1), page-locked for CUDA (3), page-locked for ROCm (11).
 _HOST_DEVICES = {1, 3, 11}
 _READ_ONLY = 1
 
 
 class _Tensor(ctypes.Structure):
-    """DLTensor."""
+    """DLPack's structure DLTensor."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -39,7 +39,8 @@ class _Tensor(ctypes.Structure):
 
 
 class _Versioned(ctypes.Structure):
-    """DLManagedTensorVersioned. The structure before DLPack 1 begins with the tensor."""
+    """DLPack's structure DLManagedTensorVersioned. The structure used before DLPack 1 begins with the tensor
+    instead."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -139,7 +140,7 @@ def _of_numpy(name: str, array: np.ndarray[Any, Any], given: Any) -> HostArray:
     wire = _NUMPY.get(array.dtype.name)
     if wire is None or not array.dtype.isnative:
         raise _type_error(name, array.dtype)
-    # `ascontiguousarray` turns a scalar into an array of shape (1,), so the shape is the given value's.
+    # The shape is the given value's, since `ascontiguousarray` turns a scalar into an array of shape (1,).
     return HostArray(tuple(np.shape(given)), wire, array.ctypes.data, array)
 
 
@@ -173,7 +174,7 @@ def _of_dlpack(name: str, value: Any, writable: bool) -> HostArray | None:
     wire = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if wire is None:
         raise _type_error(name, getattr(value, "dtype", (tensor.code, tensor.bits)))
-    # The capsule frees the exported memory with its last reference.
+    # The capsule becomes the owner: its end frees the exported memory.
     return HostArray(tuple(tensor.shape[: tensor.ndim]), wire, (tensor.data or 0) + tensor.byte_offset, capsule)
 
 

@@ -21,7 +21,7 @@ from longshore.transfer import server
 from longshore.transfer.options import LossScale, Options
 from longshore.units import shard as _shard
 
-#: DeepSpeed's names of the supported rules, with its defaults that differ from torch's.
+#: Optimizer of each supported type of DeepSpeed, and DeepSpeed's defaults where they differ from torch's.
 _RULES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "adamw": (optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
     "adam": (optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
@@ -34,7 +34,7 @@ _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
 #: DeepSpeed's default of stage3_max_live_parameters.
 _LIVE = 10**9
 _OPAQUE = ("optimizer.params", "scheduler.params", "longshore")
-#: Sizes without effect here: an "auto" for one of them is dropped.
+#: Keys of sizes that have no effect here, so that an "auto" for one of them is dropped instead of filled.
 _SIZES = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _AUTOCAST = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 
@@ -81,7 +81,7 @@ class Config:
             InvalidError: for a key that is unknown or misplaced, a value that cannot be used, or a contradiction.
         """
         keys = _Keys(given)
-        # Stage first: neighbouring keys have another meaning in stage 3.
+        # The stage is checked first, since it decides what other keys mean.
         stage = keys.take("zero_optimization.stage", int) or 0
         if stage not in (0, 1, 2, 3):
             raise invalid("zero_optimization.stage", stage, "0, 1, 2 or 3", "use stage 2, or 3 for a model larger than the device")
@@ -169,8 +169,8 @@ class Config:
         return kind(params, **arguments, **job)
 
     def defaults(self) -> dict[str, Any]:
-        """Returns the job options for which DeepSpeed's default differs. DeepSpeed takes zeros for missing gradients. With
-        frozen="train-later" these are not set: zeros would decay parameters that train later."""
+        """Returns the job options whose default in DeepSpeed differs from ours: DeepSpeed takes zeros for missing
+        gradients. With frozen="train-later" zeros are not set, since they would decay parameters that train later."""
         return {} if self.job.get("frozen") == "train-later" else {"missing_gradients": "zeros"}
 
     def scheduler(self, optimizer: optim.Optimizer) -> Any:
@@ -191,7 +191,7 @@ class Config:
         return kind(optimizer, **self.scheduler_params)
 
     def put_in_units(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        """Cuts the model into units in stage 3. By default it moves to the accelerator, if there is one."""
+        """Cuts the model into units in stage 3. By default the model moves to the accelerator, if there is one."""
         if self.shard is None or optimizer.is_in_units:
             return
         given = dict(self.shard)
@@ -286,7 +286,8 @@ def _offload(keys: "_Keys", job: dict[str, Any], stage: int) -> None:
 
 
 def _offloaded(keys: "_Keys", lead: str) -> str | None:
-    """Returns a section's device."""
+    """Returns the device of an offloading section; None without one. ``lead`` is the section's path with a final
+    dot."""
     device: str | None = keys.take(lead + "device", str, ("none", "cpu", "nvme"))
     folder = keys.take(lead + "nvme_path", str)
     if folder is not None and device != "nvme":
@@ -451,7 +452,8 @@ def _steps(args: Any, dataset: Any) -> int | None:
         examples = len(dataset)
     except TypeError:
         return None
-    # All ranks have the same number of batches: without drop_last some examples are used twice.
+    # All ranks have the same number of batches. So each division rounds up without drop_last, and some examples are
+    # used twice.
     divide = int.__floordiv__ if args.dataloader_drop_last else _ceil
     batches = divide(divide(examples, args.train_batch_size), args.world_size)
     return math.ceil(args.num_train_epochs * max(1, _ceil(batches, args.gradient_accumulation_steps)))
@@ -462,8 +464,11 @@ def _ceil(number: int, by: int) -> int:
 
 
 def _values(args: Any, steps: int | None) -> dict[str, tuple[Any, str | None]]:
-    """Returns by path the value, and the argument that it must agree with."""
-    # A number of at least 1 counts steps; one below 1 is a part of all.
+    """Returns by a key's path the value for ``"auto"``, and the argument that any other value must agree with.
+
+    A value of None cannot be known, and an argument of None allows any value.
+    """
+    # From 1 on warmup_steps counts steps. Below 1 it is a part of all steps, whose number must be known.
     warmup = None if steps is None and args.warmup_steps < 1 else max(1, args.get_warmup_steps(steps))
     batch = args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
     return {

@@ -16,9 +16,10 @@ from longshore.distributed import collectives
 from longshore.errors import StateError, invalid, warn
 
 _STATE = "engine.pt"
-#: Name of a checkpoint copied from a server that ends with its process. Later saves append a number; engine.pt has the exact name.
+#: Name in a tag's folder of the checkpoint copied from a server that ends with its process. A later save of the tag
+#: appends a number to it, and engine.pt has the exact name.
 _SERVERS = "servers"
-#: File of a checkpoint whose content differs between any two checkpoints.
+#: File of a checkpoint that identifies the checkpoint: no two checkpoints have the same content of it.
 _MANIFEST = "manifest.json"
 
 
@@ -72,7 +73,8 @@ def _write(
     if place is not None:
         state["servers"] = _copy(place / optimizer.job / kept, folder / tag, _SERVERS)
     files.replace(folder / tag / _STATE, lambda path: torch.save(state, path))
-    # Checkpoints of the tag's earlier saves, and leftovers of interrupted saves.
+    # The new engine.pt makes two kinds of folders useless: checkpoints of the tag's earlier saves, and leftovers of
+    # interrupted saves.
     for pattern in (_SERVERS, f"{_SERVERS}.[0-9]*", files.DRAFTS):
         for found in (folder / tag).glob(pattern):
             if found.name != state["servers"]:
@@ -134,7 +136,7 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
         return _nothing_in(folder)
     optimizer = engine.optimizer
     checkpoint.load_deepspeed(optimizer, folder, tag=tag)
-    # The next forward needs the job's weights.
+    # Opening the job gives the model the job's weights before the next forward.
     optimizer.open()
     path, states = checkpoint.deepspeed_rest(folder, tag)
     if states is None:
@@ -142,7 +144,7 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
         return str(path), {}
     trained = _trained(engine)
     kept = {name: value for name, value in (states.get("module") or {}).items() if name not in trained}
-    # ZeRO-3 saves frozen parameters in pieces, with an empty tensor in place of each.
+    # ZeRO-3 saves frozen parameters in pieces elsewhere, and an empty tensor in place of each parameter here.
     empty = sorted(name for name in kept.keys() & frozen(engine.module) if kept[name].numel() == 0)
     if empty:
         warn(f"{path} has no weights of {empty[0]} and what else is frozen: they stay as they are in the model")
@@ -150,7 +152,8 @@ def load_universal(engine: Engine, folder: Path, tag: str | None, loads_schedule
     _load_rest(engine.module, kept, is_strict=False)
     if loads_scheduler and engine.lr_scheduler is not None and states.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(states["lr_scheduler"])
-        # This package's states carry the rates in the param groups; DeepSpeed's files have them here.
+        # A scheduler's load sets no rates in the param groups. DeepSpeed's file has the rates only in the scheduler's
+        # state.
         for group, lr in zip(optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
     for name in ("global_steps", "skipped_steps", "global_samples"):
@@ -179,8 +182,8 @@ def frozen(module: nn.Module) -> set[str]:
 
 
 def _bring(source: Path, folder: Path, name: str) -> str:
-    """Copies a checkpoint into its job's folder, unless it is there. Returns its name there. Another run from the same
-    checkpoint may have taken ``name``, so the two can differ."""
+    """Copies a checkpoint into its job's folder, unless it is there. Returns its name there, which differs from
+    ``name`` if another run from the same checkpoint has taken ``name``."""
     manifest = (source / _MANIFEST).read_bytes()
     for found in sorted(folder.glob(f"[!.]*/{_MANIFEST}")):
         if found.read_bytes() == manifest:
@@ -189,7 +192,7 @@ def _bring(source: Path, folder: Path, name: str) -> str:
 
 
 def _copy(source: Path, folder: Path, name: str) -> str:
-    """Copies a folder into another one, by links if both are on one drive. Checkpoints are never written again.
+    """Copies a folder into another one. On one drive files are linked, since nobody writes to a checkpoint again.
 
     Returns:
         The copy's name: ``name``, or ``name.2`` and so on if taken. The name appears once the copy is complete.

@@ -6,7 +6,7 @@ from typing import Any
 #: Values that switch a key off.
 _OFF: tuple[Any, ...] = (None, False, 0, "none", {}, [])
 
-#: The used keys, and their meaning here.
+#: Keys that have an effect, with their meaning here.
 USED = {
     "train_batch_size": "micro-batch x accumulation steps x ranks; two of the three are enough",
     "train_micro_batch_size_per_gpu": "the batch of the loader that `initialize` makes",
@@ -48,8 +48,8 @@ USED = {
     "checkpoint.load_universal": "`load_checkpoint` fills the new job from a universal checkpoint",
 }
 
-#: Keys that steer DeepSpeed's own implementation, as in its documentation. A single warning names all of them in a configuration. ``.*``
-#: stands for any key of a section.
+#: Keys that steer DeepSpeed's own implementation, and have no effect here. A single warning names all of them that a
+#: configuration has. ``.*`` stands for any key of a section.
 NO_EFFECT = (
     "bf16.check_grad_overflow",
     "bf16.immediate_grad_update",
@@ -98,7 +98,7 @@ NO_EFFECT = (
     "wandb.*",
 )
 
-#: Refused keys with a replacement here.
+#: Refused keys for which the error names a replacement.
 _INSTEAD = {
     "zero_optimization.cpu_offload": "write offload_optimizer: {device: cpu}",
     "zero_optimization.cpu_offload_param": "write stage: 3 and offload_param: {device: cpu}",
@@ -111,7 +111,7 @@ _INSTEAD = {
     "compile.*": "compile blocks with torch.compile, and leave the section out",
 }
 
-#: Documented defaults of refused keys. With these values a key is switched off, too.
+#: DeepSpeed's documented defaults of refused keys. A key with its default asks for nothing, so it is not refused.
 _DEFAULTS = {
     "zero_optimization.offload_optimizer.ratio": 1.0,
     "zero_optimization.zero_hpz_partition_size": 1,

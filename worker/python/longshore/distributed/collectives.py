@@ -1,12 +1,13 @@
-"""Acts of all ranks by torch.distributed: collectives whose waits end if a rank has failed, and agreements that raise one rank's error on all.
+"""Acts of all ranks by torch.distributed: collectives and agreements. A wait for a collective ends if a rank has
+failed, and an agreement raises one rank's error on all.
 
-A collective waits until all ranks have come, or until the timeout of ``init_process_group`` has passed. A rank that raises earlier writes
-its failure into the process group's store, which waiting ranks poll. Its collectives are out of step from then on, so all later collectives
-of the job are refused. Otherwise a rank could take another collective's bytes for its own. Streams wait for a device's collectives, and no
-thread can poll meanwhile.
+A collective waits until all ranks have come, or until the timeout of ``init_process_group`` has passed. A rank that
+raises before it comes writes its failure into the process group's store, which waiting ranks poll. All later
+collectives of the job are refused: ranks are out of step, and could take one collective's bytes for another's. Only
+waits on the host poll. A device's collective is waited for by a stream.
 
-Rank 0 alone opens and fills a job. The other ranks poll the store before they wait for servers. An upload may take longer than a
-collective's timeout, and a store has none. The training thread makes these calls, and in streaming mode autograd's threads do.
+Rank 0 alone opens and fills a job. The other ranks poll the store for the outcome, since rank 0's upload may take
+longer than a collective's timeout. Calls come from the training thread, and in streaming mode from autograd's threads.
 """
 
 import contextlib
@@ -30,25 +31,25 @@ from longshore.transfer import device as _device
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 
-#: A rank's failure for other ranks: the error's class, its message and its field.
+#: A rank's failure as other ranks read it: the error's class, message and field.
 Failure = tuple[str, str, str | None]
 
-#: Time before the first poll of a waiting rank, and between two polls.
+#: Time between two polls of a waiting rank, and before the first one.
 _PERIOD = datetime.timedelta(seconds=0.5)
 #: Seconds after which a waiting rank warns.
 _LONG = 60.0
 
 #: Number of jobs that this process has begun, equal on all ranks.
 _jobs = 0
-#: The last job's failed rank, and its failure.
+#: The rank that failed in the last job, and its failure; None if no rank did.
 _failed: tuple[int, Failure] | None = None
-#: The default process group at that failure.
+#: The default process group at the time of that failure.
 _failed_in: Any = None
 
 
 def begin() -> None:
-    """Begins a job on all ranks. Earlier failures are forgotten. The exception is a collective of the last job in this process group to
-    which a rank never came.
+    """Begins a job on all ranks, and forgets the last job's failure. The failure still counts if a rank waited in a
+    collective of this process group to which the failed rank never came.
 
     Raises:
         UsageError: as :func:`refuse` does.
@@ -74,7 +75,7 @@ def elsewhere(rank: int, failure: Failure) -> LongshoreError:
 
 
 def known(error: E) -> E:
-    """Marks an error that all ranks raise."""
+    """Marks an error that all ranks raise, so that no rank tells the others."""
     error._longshore_is_known = True  # type: ignore[attr-defined]
     return error
 
@@ -124,7 +125,7 @@ class Apart:
     def __init__(self, act: Callable[[], object]) -> None:
         self._act = act
         self._failure: BaseException | None = None
-        # An interrupted caller leaves the thread waiting, and the process may end.
+        # A daemon, so that the process can end while this thread still waits for an interrupted caller.
         self._thread = threading.Thread(target=self._run, name="longshore-wait", daemon=True)
         self._thread.start()
 
@@ -189,7 +190,7 @@ def _is_done(work: Any, what: str, waiting: _Waiting | None) -> bool:
     else:
         return True
     try:
-        # The work may have ended well just after the first wait expired. A wait for ended work returns or raises at once.
+        # The work has ended since the first wait expired, well or not. A second wait returns or raises at once.
         work.wait()
     except RuntimeError as error:
         _raise_failure()
@@ -229,8 +230,8 @@ def _raise_failure() -> None:
 
 
 def _is_heard() -> bool:
-    """Returns whether a rank has read the last failure while it waited in a collective. Otherwise all ranks may have failed alike, and none
-    waits for another."""
+    """Returns whether a rank has read the last failure while it waited in a collective. If none has, all ranks may have
+    failed alike, and no rank waits for another."""
     try:
         return bool(_store().check([key(f"heard/{_jobs}")]))
     except RuntimeError:  # the store is gone with rank 0
@@ -244,8 +245,9 @@ def _store() -> Any:
 def key(what: str) -> str:
     """Returns a key for the process group's store.
 
-    torchrun's own store outlives the ranks, and keeps entries from before a restart. So the key has torchrun's count of restarts, if one
-    agent starts all ranks. Agents of several hosts may count differently."""
+    torchrun's own store outlives the ranks, and keeps entries from before a restart. So the key has torchrun's count of
+    restarts where one agent starts all ranks. With several hosts the key has none, since their agents may count
+    differently."""
     is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(distributed.get_world_size())
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
     return f"longshore/{start}/{what}"
@@ -260,7 +262,8 @@ def _waits(rank: int) -> str:
 
 
 class Collective:
-    """A collective under way. Keeps the tensors that it reads and writes, all on one device, until a wait for it."""
+    """A collective under way. The object keeps the tensors that the collective reads and writes, all on one device,
+    until :meth:`wait`."""
 
     def __init__(self, work: Any, tensors: Sequence[Tensor]) -> None:
         self._work = work
@@ -294,7 +297,7 @@ def reduce_scatter(slots: Tensor, rank: int) -> tuple[Collective, Tensor]:
     """Sums the tensors of all ranks row by row, and gives each rank the sum of its own row.
 
     Args:
-        slots: (ranks, elements). Their content is undefined afterwards.
+        slots: a tensor of shape (ranks, elements), whose content is undefined afterwards.
 
     Returns:
         The collective, and memory for this rank's row of the sum.
@@ -302,7 +305,8 @@ def reduce_scatter(slots: Tensor, rank: int) -> tuple[Collective, Tensor]:
     if _device.accelerator.has(slots):
         part = _device.empty_beside(slots, slots.shape[1:], slots.dtype)
         return Collective(_device.accelerator.reduce_scatter(part, slots), [part, slots]), part
-    # gloo's reduce_scatter_tensor does the same with a copy of its own, whose end cannot be observed.
+    # All ranks get all rows. gloo's reduce_scatter_tensor does the same, and then makes a copy whose end cannot be
+    # observed.
     part = slots[rank]
     return Collective(distributed.all_reduce(slots, async_op=True), [part, slots]), part
 
@@ -328,7 +332,7 @@ def place() -> tuple[int, int]:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-#: The default process group, and a gloo group beside it; None until it is needed.
+#: The default process group, and a gloo group that :func:`group_of` has made beside it. None until one is needed.
 _beside: tuple[Any, Any] | None = None
 
 
@@ -412,7 +416,7 @@ def _everyones(answer: object) -> list[Any]:
     return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]
 
 
-#: Settings that may differ between ranks: the way to the servers, and settings that no server receives.
+#: Settings that may differ between ranks, since they concern a rank's way to the servers, or no server receives them.
 _OWN = {"rank", "servers", "transport", "streaming", "layerwise", "frozen", "written_weights", "nonfinite"}
 
 
@@ -430,7 +434,7 @@ def check_same(settings: Any) -> None:
 
 
 def _difference(ours: Any, others: Any) -> tuple[str, str]:
-    """Returns both values as text, or their first differing items."""
+    """Returns two values as text, or only their first items that differ."""
     if isinstance(ours, list) and isinstance(others, list):
         if len(ours) != len(others):
             return f"{len(ours)} of them", f"{len(others)} of them"
@@ -450,18 +454,18 @@ def ranks_with(has: list[bool], where: Tensor) -> list[int]:
     return [int(count) for count in (accelerator.to_host(counts) if is_there else counts).tolist()]
 
 
-#: Most seconds that ranks wait for rank 0: the worker's ``slow_deadline``, in which it may upload.
+#: Longest wait for rank 0's opening in seconds: the worker's ``slow_deadline``, which bounds rank 0's upload.
 _LONGEST = 1800.0
 #: The longest pause between two polls.
 _PAUSE = 0.1
 
-#: By job, the number of rank 0's openings that this process has seen the end of. All ranks run the same program, so the next number belongs
-#: to the current opening.
+#: Number of rank 0's openings of a job whose outcome this process knows, by the job's name. All ranks run the same
+#: program, so a rank waits for the outcome with the next number.
 _known: dict[str, int] = {}
 
 
 def rank_0_first(job: str, rank: int, world_size: int, act: Callable[[], T], *, is_shared: bool) -> T:
-    """Opens a job on this rank; ranks other than 0 wait for rank 0's opening first. Without a process group of all ranks no rank waits.
+    """Opens a job on this rank. Ranks other than 0 first wait for rank 0's opening, if a process group has all ranks.
 
     Args:
         is_shared: whether a failure here fails on all ranks, which then open the job again together.
@@ -478,7 +482,8 @@ def rank_0_first(job: str, rank: int, world_size: int, act: Callable[[], T], *, 
         try:
             return act()
         except BaseException:
-            # Only this rank repeats its opening; rank 0 has done its own.
+            # After a failure that is not shared only this rank opens the job again. Rank 0 does not, so its last
+            # outcome must count once more.
             _known[job] -= not is_shared
             raise
     try:

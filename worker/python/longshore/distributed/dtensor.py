@@ -67,7 +67,8 @@ def box_of(param: Param) -> Box:
         if not isinstance(placement, Shard | _StridedShard):
             remedy = "redistribute the parameter before the optimizer is built"
             raise invalid(param.name, f"placed as {list(placements)}", "placed by Shard and Replicate", remedy)
-        # A strided placement cuts each of the parts made by a later dimension of the mesh.
+        # For a strided placement a later dimension of the mesh has made ``split_factor`` parts, and each of them is
+        # cut.
         parts = int(getattr(placement, "split_factor", 1))
         of_each = [_cut(_cut(runs[placement.dim], parts, part), mesh.size(place), coordinate[place]) for part in range(parts)]
         runs[placement.dim] = [run for of_part in of_each for run in of_part]
@@ -86,7 +87,7 @@ def box_of(param: Param) -> Box:
 
 
 def _cut(runs: list[range], parts: int, part: int) -> list[range]:
-    """Returns one of ``parts`` parts of these indices, cut as ``torch.chunk`` cuts the concatenated runs."""
+    """Returns part number ``part`` of the indices in ``runs``, cut as ``torch.chunk`` cuts all of them end to end."""
     room = math.ceil(sum(map(len, runs)) / parts)
     skipped, cut = part * room, []
     for run in runs:
@@ -103,8 +104,8 @@ def _elements(box: Box) -> int:
 
 
 def cuts(params: list[Param], world_size: int) -> dict[int, list[Piece]]:
-    """Returns each parameter's pieces: the distinct parts that ranks hold. A piece is sent by its holder with the fewest elements to send
-    so far. So each rank of a replicated model sends some.
+    """Returns each parameter's pieces: the distinct parts that ranks hold. Each piece is sent by the holder that has
+    the fewest elements to send so far. So each rank of a replicated model sends some.
 
     Raises:
         InvalidError: naming the parameter and the remedy, on all ranks, for a parameter that cannot be trained so.
@@ -215,10 +216,12 @@ class FrozenShards(FrozenParams):
         ]
 
 
-#: Number of a gradient's elements that its holders compare. Largest allowed difference relative to the largest of these elements. The same
-#: relative to the largest element of all gradients, since a gradient that is zero in theory is only rounding noise.
+#: Number of elements of a gradient that the holders of a piece compare.
 _SAMPLES = 64
+#: Difference that is allowed between two holders, relative to the largest compared element of the gradient.
 _APART = 0.05
+#: Difference that is allowed relative to the largest compared element of all gradients. A gradient that is zero in
+#: theory is only rounding noise, of which two holders have different values.
 _NOISE = 1e-5
 
 
@@ -230,13 +233,14 @@ class Sharded(Ranks):
         world_size = collectives.place()[1]
         pieces = cuts(params, world_size)
         super().__init__(params, layout(params, world_size, lambda param: pieces[param.index]))
-        #: This rank's pieces, by parameter.
+        #: This rank's piece of each parameter, by the parameter's index.
         self._here = {piece.param.index: piece for piece in self.layout.pieces() if self.rank in piece.holders}
         #: True if several ranks hold the same piece.
         self.has_replicas = any(piece.replicas for piece in self.layout.pieces())
         self._locals: list[Param] = []
         self._weights: list[Weights] = []
-        #: Sampled elements of the first gradient of each shared piece, by parameter; None once they were compared.
+        #: Sampled elements of the first gradient of each shared piece, by the parameter's name. None once ranks have
+        #: compared them, or if no piece is shared.
         self._samples: dict[str, list[float]] | None = {} if self.has_replicas else None
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
@@ -255,12 +259,13 @@ class Sharded(Ranks):
             for local in [local_shard(piece.param.tensor)]
         ]
         if [param.tensor.data_ptr() for param in locals_] != [param.tensor.data_ptr() for param in self._locals]:
-            # FSDP2 makes other shards when the model is moved or loaded.
+            # FSDP2 has made new shards, as it does when the model is moved or loaded.
             self._locals = locals_
             sent = {piece.index for piece in self._mine.values()}
             own = [param for param in locals_ if param.index in sent]
             replicas = [param for param in locals_ if param.index not in sent]
-            # The rank's own pieces arrive meanwhile. While any of them is unread, the replicas can be fetched again.
+            # Replicas are read first, while the rank's own pieces arrive. Once the own pieces are read, no version
+            # counts as unread, and replicas would not be fetched.
             fetched: Any = _Fetched(job, replicas)
             self._weights = [Weights(replicas, fetched)] if replicas else []
             self._weights.append(Weights(own, job))
@@ -294,7 +299,8 @@ class Sharded(Ranks):
 
 
 class _Fetched:
-    """A job's weights for :class:`Weights` of pieces whose gradient another rank sends: they are fetched, not read."""
+    """Stands for the job in :class:`Weights` of pieces whose gradient another rank sends. Such pieces are fetched,
+    since a read brings only the pieces that this rank sends."""
 
     def __init__(self, job: Any, params: list[Param]) -> None:
         self._job, self._params = job, params
@@ -310,7 +316,8 @@ class _Fetched:
 
 
 def _local_gradient(param: Param, gradient: Any) -> Tensor:
-    """Returns this rank's part of a gradient, placed like its parameter: tensor parallelism leaves sums over ranks to the caller."""
+    """Returns this rank's part of a gradient in its parameter's placement. Tensor parallelism leaves partial sums,
+    which this call adds over ranks."""
     if not isinstance(param.tensor, DTensor):
         return local_shard(gradient)
     if not isinstance(gradient, DTensor) or gradient.device_mesh != param.tensor.device_mesh:

@@ -30,10 +30,10 @@ from longshore.transfer.partitions import Bucket, Layout, copy, copy_back, expor
 from longshore.transfer.pinned import LockedMemory
 from longshore.transfer.tensors import on_host
 
-#: Most concurrent exports of a job.
+#: Largest number of ranks that export a job's state at a time.
 _EXPORTS = 4
 
-#: Raises if a step may not lack gradients of these parameters.
+#: A check that raises if a step may not lack gradients of these parameters.
 CheckMissing = Callable[[list[Param]], None]
 
 
@@ -50,7 +50,8 @@ class Ranks(ABC):
         self._outgoing = Outgoing()
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which a rank takes gradients. Ranks that wait for it in collectives are told if it fails."""
+        """Context in which this rank takes gradients. If the rank fails within, ranks that wait for it in collectives
+        are told."""
         return contextlib.nullcontext()
 
     def copy_into(self, locked: LockedMemory | None) -> None:
@@ -74,8 +75,9 @@ class Ranks(ABC):
         return FrozenParams(frozen, self.layout.count(), self.rank == 0)
 
     def read_kept(self, job: Any, version: int, kept: FrozenParams, has: Callable[[], set[int]]) -> None:
-        """Gives frozen parameters the job's weights: a rank reads its own parts, and ranks gather the others. ``has`` reads some another
-        way, and returns their places."""
+        """Gives frozen parameters the job's weights. A rank reads its part of the parameters that ranks hold in parts.
+        Ranks gather the parameters that each holds whole, except those that ``has`` reads. ``has`` returns their
+        indices."""
         if not kept.described():
             return
         others: set[int] = set()
@@ -100,7 +102,8 @@ class Ranks(ABC):
     def start(
         self, job: Any, name: str, filling: Filling | None, found: bool, kept: FrozenParams, *, in_units: bool = False
     ) -> tuple[int, int]:
-        """Opens and joins the job. A new job gets ``filling``, or else the model's weights; a model in units gives none.
+        """Opens and joins the job. A new job is filled with ``filling``, or else with the weights of a model that is
+        not in units.
 
         Returns:
             The job's version, and the number of updates that made its weights.
@@ -188,7 +191,7 @@ class Ranks(ABC):
             if len(missing) == len(self.params):
                 return False
             _check_on_all(check_missing, missing)
-            # The last layers come first, as in backward: ranks that reduce do so in this order.
+            # The last layers come first, as in backward: subclasses that reduce expect the gradients in this order.
             for param in reversed(self.params):
                 gradient = param.tensor.grad
                 if gradient is not None:
@@ -207,7 +210,8 @@ class Ranks(ABC):
         return True
 
     def _missing(self, has: list[bool]) -> list[Param]:
-        """Returns the parameters without a gradient. Here all ranks have the same ones."""
+        """Returns the parameters without a gradient, which are the same on all ranks unless a subclass says
+        otherwise."""
         return [param for param, there in zip(self.params, has, strict=True) if not there]
 
     def _end(self, job: Any) -> None:
@@ -249,10 +253,12 @@ class Reduced(Ranks):
 
     def __init__(self, params: list[Param]) -> None:
         super().__init__(params, layout(params, collectives.place()[1]))
-        #: This rank's part of each bucket in the host's memory, and the events of device copies that read it.
+        #: This rank's part of the weights of each bucket, in the host's memory.
         self._rows: list[Tensor] = []
+        #: Events after which no device copies from `_rows` any more.
         self._reading: list[Any] = []
-        #: Parameters whose gradients ranks have compared, or had the occasion to.
+        #: Indices of parameters whose gradients are not compared again. Each had a gradient when ranks compared, or
+        #: could have had one.
         self._compared: set[int] = set()
 
     def first_weights(self) -> tuple[list[Place], list[Tensor]]:
@@ -296,7 +302,7 @@ class Reduced(Ranks):
         self._rows.clear()
 
     def _end_copies(self) -> None:
-        """Waits until no device copies this rank's part to its memory."""
+        """Waits until no device copies from this rank's part in the host's memory, which new weights overwrite next."""
         for event in self._reading:
             device.accelerator.wait(event)
         self._reading.clear()
@@ -361,22 +367,26 @@ class _Filling:
 
 
 class Scattered(Reduced):
-    """Ranks with gradients of their own. A bucket is reduced once it has all its gradients, from the last bucket on. So all ranks have one
-    order, even if some parameters have no gradient."""
+    """Ranks with gradients of their own. All ranks reduce buckets in one order, from the last bucket to the first.
+
+    A bucket is reduced once it has all its gradients, or at the end of the micro-step.
+    """
 
     def __init__(self, params: list[Param], reduce_dtype: torch.dtype | None) -> None:
         super().__init__(params)
-        self._compared.update(param.index for param in params)  # each rank has its own gradients, so none are compared
+        self._compared.update(param.index for param in params)  # no comparison: each rank has its own gradients
         self._dtype = reduce_dtype
         self._bucket = {param.index: bucket for bucket in self.layout.buckets for param in bucket.params}
-        #: Buckets being filled, and the number of gradients that each lacks.
+        #: Buckets being filled, by index.
         self._filling: dict[int, _Filling] = {}
+        #: Number of gradients that each bucket lacks; `_next` is the bucket to reduce next.
         self._lacks = {bucket.index: len(bucket.params) for bucket in self.layout.buckets}
         self._next = len(self.layout.buckets) - 1
         #: Buckets being reduced, with this rank's part of the result, oldest first.
         self._reducing: list[tuple[Bucket, Collective, Tensor]] = []
         self._scale = 1.0
-        #: Parameters without a gradient on any rank. Known at the end of a micro-step, until which their buckets wait.
+        #: Parameters without a gradient on any rank. Ranks know them only at the end of a micro-step, so buckets with
+        #: such parameters wait until then.
         self._absent: set[int] = set()
 
     def bucket_bytes(self) -> int:
@@ -391,7 +401,7 @@ class Scattered(Reduced):
         return collectives.telling()
 
     def end_micro_step(self, job: Any, check_missing: CheckMissing) -> bool:
-        # Ranks without further gradients still reduce with the others, so that none waits for another.
+        # This rank has no further gradients, but others may wait for it in the remaining buckets.
         self._reduce_rest()
         if super().end_micro_step(job, check_missing):
             return True
@@ -420,7 +430,7 @@ class Scattered(Reduced):
         slots, accelerator = self._filled(bucket).slots, device.accelerator
         device.run_where([gradient, slots], functools.partial(copy, self._pieces[param.index]))
         if accelerator.has(gradient):
-            # The gradient may be of another stream, and is freed next.
+            # The gradient is freed next. Another stream may own its memory, and must not reuse that before the copy.
             accelerator.keep_for(gradient, accelerator.current_stream(gradient.device))
         self._lacks[bucket.index] -= 1
         while self._next >= 0 and self._lacks[self._next] == 0:
@@ -441,7 +451,7 @@ class Scattered(Reduced):
         if device.accelerator.has(tensor):
             current = device.accelerator.current_stream(tensor.device)
             if current not in filling.streams:
-                # Each stream writes behind the zeroing, which runs on the first one.
+                # A further stream waits for the first one, which zeroes the bucket.
                 for first in filling.streams[:1]:
                     device.accelerator.let_wait(current, device.accelerator.record(first))
                 filling.streams.append(current)
@@ -463,8 +473,9 @@ class Scattered(Reduced):
     def _push_reduced(self, job: Any, wait: bool) -> None:
         """Sends this rank's part of reduced buckets; with ``wait`` of all buckets being reduced.
 
-        Memory of another stream may be freed here, for one of two reasons. The host may have seen that the bucket is reduced, since ranks
-        count their gradients behind it. Otherwise one stream has all of the step's work.
+        A bucket's memory may belong to another stream, and is freed here for one of two reasons. The host may know that
+        the bucket is reduced: it has asked, or has read the counts that ranks exchange afterwards. Otherwise one stream
+        has all of the step's work.
         """
         while self._reducing and (wait or self._reducing[0][1].is_done()):
             bucket, reducing, part = self._reducing.pop(0)
@@ -514,7 +525,7 @@ def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_
             gathering = collectives.all_gather(gathered, own, collectives.group_of(whole.device))
             gathering.wait(f"{param.name}, which is frozen and which ranks gather")
         yield param, whole.view(param.shape)
-        # Only one tensor at a time lies on the device.
+        # The reference ends before the next tensor comes, so that the device has one tensor at a time.
         del whole
 
 
@@ -525,6 +536,6 @@ def has_ddp(tensors: Iterable[Tensor]) -> bool:
     from torch.nn.parallel import DistributedDataParallel
 
     mine = {id(tensor) for tensor in tensors}
-    # `isinstance` would read each object's `__class__`. Some of torch's objects warn at that, and it takes seconds.
+    # `isinstance` would read `__class__` of all objects: that takes seconds, and some of torch's objects warn.
     wrapped = [found for found in gc.get_objects() if DistributedDataParallel in type(found).__mro__]
     return any(id(tensor) in mine for model in wrapped for tensor in model.parameters())

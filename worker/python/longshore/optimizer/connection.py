@@ -16,9 +16,11 @@ state                  meaning                                           goes on
 ``BROKEN``             other ranks wait for a step that was interrupted  a restart of all ranks
 ====================== ================================================= =====================================
 
-A finished commit, read or join returns to ``IDLE``. The training thread changes the state, and so do autograd's threads, of which a backward
-has one for each device. Streaming's hooks therefore hold the lock of the step.
-An exception of a signal's handler may come after any call of Python. So a state that a call interrupted still tells how to go on.
+A finished commit, read or join returns to ``IDLE``. The training thread changes the state, and so do autograd's
+threads, of which a backward has one for each device. Streaming's hooks therefore hold the lock of the step.
+
+A signal's handler, as that of Ctrl-C, may raise after any call of Python. So a state is set before the act that it
+describes, and an interrupted act leaves the state that tells how to go on.
 """
 
 import enum
@@ -85,10 +87,10 @@ class Step:
         state: as in the table above.
         taken: parameters whose gradients of the current backward pass have left.
         passes: number of whole backward passes.
-        running: backward passes, by autograd's numbers, that have sent gradients and not run to their end. -1 is a ``step()`` that was refused
-            or interrupted, until another backward has run.
+        running: autograd's numbers of backward passes that have sent gradients and not run to their end. -1 stands for
+            a ``step()`` that was refused or interrupted, until another backward has run.
         lock: held while a hook takes a gradient, and while ``step()`` ends the passes.
-        made: number of steps made before a step that is sent and committed.
+        made: number of steps made before the step that ``step()`` is sending and committing.
         version: the version that the parameters hold while the step is given up.
     """
 
@@ -174,7 +176,7 @@ class Connection:
         self._kept = self.ranks.keep(frozen) if self.ranks else FrozenParams(frozen, len(params), options.place()[0] == 0)
         settings_ = settings(options, job, rule, of_job, hypers, partitions, self._kept.described())
         self.params, self.columns = params, Columns(params)
-        #: The trained parameters, and the frozen ones that servers keep.
+        #: A pair of lists: the trained parameters, and the frozen parameters that servers keep.
         self.table = params, frozen
         self.name = job
         self.gradient_dtype = settings_.gradient_dtype
@@ -186,25 +188,26 @@ class Connection:
         self.fingerprint = fingerprint(rule, params)
         self.record = Record(settings_)
         self.job: Any = self.ranks.connect(settings_) if self.ranks else _longshore.Job(settings_)
-        # Ranks that share weights place them by themselves.
+        # Reducing ranks bring weights to their devices by themselves, without lent memory.
         is_lent = self.ranks is None and any(device.accelerator.has(param.tensor) for param in params)
         lending = Lending(self.job, self.image_dtype) if is_lent else None
         self.weights: JobWeights = Weights(params, self.job, lending, is_delayed=options.delay > 0)
-        #: Page-locked memory that a device may copy gradients to. Sums on the worker have memory of their own.
+        #: Page-locked memory that a device may copy gradients to. None if the worker sums, since sums have memory of
+        #: their own.
         self.locked = None if settings_.sums_on_worker else LockedMemory(self.job, dtype_of(settings_.gradient_dtype))
         if self.ranks is not None:
             self.ranks.copy_into(self.locked)
         self._is_layerwise = options.streaming and options.layerwise
-        #: The version that the parameters hold when used.
+        #: The version of the weights that a use of a parameter finds, although they may still be arriving.
         self.version = 0
         self._step = step
-        #: Number of steps made. A delayed job's parameters have an older version.
+        #: Number of steps made. In a delayed job it may be one more than ``version``.
         self.made = 0
         #: The servers' newest version when the job was opened here; None once a step is made.
         self.joined: int | None = None
         #: Parameters whose weights differed from the job's when it was opened within a step.
         self._others: list[Param] = []
-        #: Torch's writes to parameters since they got the job's weights.
+        #: Notices torch's writes to parameters since they got the job's weights.
         self._writes = Writes(self.columns)
         self._looks_for_writes = options.written_weights == "error"
 
@@ -218,8 +221,8 @@ class Connection:
         self.made = self.job.drain()
 
     def drain_alone(self) -> None:
-        """Drains where other ranks may not call it. Ranks that read weights together skip the read: the others would not take part. After a
-        flush of all ranks the parameters have these weights already."""
+        """Drains on one rank alone. Ranks that read weights together cannot read here. So a request for weights that
+        the parameters have already, as after a flush of all ranks, is dropped."""
         self.drain()
         reads_together = self.ranks is not None and isinstance(self.weights, Weights)
         if reads_together and self.job.unread_weights() == self.version:
@@ -280,7 +283,7 @@ class Connection:
 
     def _read_first(self, in_step: bool, held: int | None) -> None:
         def read() -> None:
-            if held is not None and self.job.unread_weights() != held:  # a delayed job's step after a flush
+            if held is not None and self.job.unread_weights() != held:  # the step of a delayed job came after a flush
                 self.drain()
             self.read()
 
@@ -297,7 +300,8 @@ class Connection:
             read()
 
     def refuse_other_weights(self) -> None:
-        """Refuses gradients made before the job was opened, with other weights than the job's. Ranks that work together raise together."""
+        """Refuses gradients that were computed before the job was opened if the model's weights then were not the
+        job's. Reducing ranks raise together."""
 
         def refuse() -> None:
             if self._others and self.world_size == 1:
@@ -324,7 +328,8 @@ class Connection:
             collectives.together(refuse)
 
     def _note(self) -> None:
-        """Notes that the parameters have the job's weights. Awaited parameters are noted when they are read."""
+        """Notes the parameters' counts of writes, since the parameters have the job's weights now. Awaited parameters
+        are noted when they are read."""
         if isinstance(self.weights, Weights):
             self._writes.note()
             self.weights.when_read = self._writes.note if self._looks_for_writes else None
@@ -346,7 +351,7 @@ class Connection:
 
     def _start(self, filling: Filling | None, found: bool, in_units: bool) -> tuple[int, int]:
         first, held = self.weights.values()
-        # Frozen weights may be large, and only a new job is filled with them.
+        # An existing job is not asked for values of frozen weights: they may be large, and only fill a new job.
         frozen, frozen_held = ([], []) if found else self._kept.values()
         source = filling.of_job(self.params, list(map(in_one_piece, self.params)), [], frozen) if filling is not None else None
         started: tuple[int, int] = self.job.start([*first, *frozen], source, found, in_units=in_units)
@@ -428,7 +433,7 @@ class Connected(torch.optim.Optimizer):
 
     #: The servers' name of the update rule.
     rule: ClassVar[str]
-    #: Names of :class:`Hyper` that stay as in the first step.
+    #: Fields of :class:`Hyper` that must keep their values of the first step.
     _lasting: ClassVar[tuple[str, ...]] = ()
     _options: Options
     _job_name: str
@@ -444,13 +449,14 @@ class Connected(torch.optim.Optimizer):
     _checkpointed: tuple[int, str] | None
     #: Number of updates that made the weights.
     _applied: Tensor
-    #: The values of ``_lasting`` in each group of the last step, made here or loaded; empty before the first.
+    #: Each group's values of the fields in ``_lasting`` in the last step, which was made here or loaded. Empty before
+    #: the first step.
     _kept: list[list[float]]
     #: State that fills a new job instead of the parameters' weights.
     _filling: Filling | None
     #: The job's trained and frozen parameters, since it was opened.
     _table: tuple[list[Param], list[Param]] | None
-    #: Parameters in the param groups that do not train.
+    #: Names and tensors of parameters in the param groups that do not train.
     _frozen: list[tuple[str, Tensor]]
     _gradients: Gradients
     #: In streaming mode a :class:`longshore.optimizer.step.Stream`, whose module imports this one.

@@ -35,10 +35,10 @@ from longshore.transfer import params as _params
 from longshore.transfer.params import Columns, Param
 from longshore.transfer.tensors import on_host
 
-#: Steps after which a parameter without any gradient is named. An expert used by one batch of twenty lacks a gradient that long in fewer
-#: than one case of a hundred.
+#: Number of steps after which a warning names parameters that never had a gradient. An expert used by one batch in
+#: twenty has no gradient that long in 0.6 % of cases.
 FIRST_STEPS = 100
-#: By a parameter's id: the parameter, its optimizer, its name, and why no other code may clip it.
+#: Parameters that torch's clipping functions refuse, by ``id``: the parameter, its optimizer, its name and the reason.
 _clipped: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any], str, str]] = {}
 
 STREAMING = "its gradient leaves as backward makes it"
@@ -75,7 +75,8 @@ def _check_clipping(parameters: Any) -> None:
 
 @functools.cache
 def _install() -> None:
-    """Has torch's clipping functions look. Their own cells change, so that names imported earlier are covered too."""
+    """Makes torch's clipping functions check their parameters first. The function inside torch's wrapper is replaced,
+    through the wrapper's closure, so that a name imported earlier checks too."""
     for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
         function: Any = getattr(clip_grad, name, None)
         inner = getattr(function, "__wrapped__", None)
@@ -88,7 +89,7 @@ def _looking(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def clip(parameters: Any, *limit: Any, **others: Any) -> Any:
         parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
-        # Frameworks ask for the norm alone with an infinite limit.
+        # An infinite limit clips nothing: frameworks pass it to get the norm.
         if (limit[0] if limit else others.get("max_norm")) != math.inf:
             _check_clipping(parameters)
         return inner(parameters, *limit, **others)
@@ -97,7 +98,7 @@ def _looking(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Groups:
-    """The param groups of an open job. Servers know a parameter by its group of that time.
+    """The param groups at the time when the job was opened. Servers have each parameter in its group of that time.
 
     Attributes:
         count: number of the job's groups.
@@ -106,8 +107,9 @@ class Groups:
     def __init__(self, groups: list[dict[str, Any]], params: Iterable[Param]) -> None:
         self.count = len(groups)
         self._held = [list(group["params"]) for group in groups]
-        #: The tensors of all groups and the job's parameters, by id.
+        #: All tensors of the groups, by id.
         self._known = {id(tensor): tensor for tensors in self._held for tensor in tensors}
+        #: The parameters that the job has, by id of their tensors.
         self._params = {id(param.tensor): param for param in params}
 
     def in_order(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -138,7 +140,7 @@ class Groups:
                 raise _other_group(param.name, "out of param_groups", f"in group {param.group}, as at the first step")
         for name, place in new:
             raise _other_group(name, f"new in param_groups[{place}]", "there at the first step")
-        # A group without a parameter of the job has no effect.
+        # No parameter of the job is in a group that was not found. Any group may stand for it, without an effect.
         return [found.get(place, groups[0]) for place in range(self.count)]
 
 
@@ -154,7 +156,8 @@ def _other_group(name: str, value: str, limit: str) -> Exception:
 
 
 class Writes:
-    """Notes torch's counts of writes to a job's parameters, and their addresses, once they got the job's weights.
+    """Notices writes to a job's parameters. Notes torch's counts of writes and the parameters' addresses once they have
+    the job's weights.
 
     Only parameters whose count or address has changed are compared with the servers' weights. So averages that an evaluation swaps in and
     back out pass. Writes through ``.data`` into the same memory are not counted and pass unseen.
@@ -163,7 +166,7 @@ class Writes:
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._has_shards = any(map(_params.is_sharded, columns.tensors))
-        #: Counts and addresses.
+        #: All parameters' counts of writes and addresses; None while nothing is watched.
         self._noted: tuple[list[int], list[int]] | None = None
         _count_steps_of_others()
 
@@ -211,7 +214,7 @@ class Writes:
             read: writes the servers' weights of a parameter into memory of its shape, or of its shard's.
             image: the type that servers round weights to.
         """
-        # Servers' weights are read into memory of the tensor's current shape, so a changed shape is refused first.
+        # A changed shape is refused first, since servers' weights are read into memory of the tensor's shape.
         _params.check_unchanged(written, [])
         for param in written:
             mine = on_host(_memory(param))
@@ -257,11 +260,12 @@ class Watch:
 
     def __init__(self, models: Iterable[nn.Module], params: Iterable[tuple[str, Tensor]]) -> None:
         self._models = [weakref.ref(model) for model in models]
-        # FSDP2 replaces a module's sharded parameters by whole ones while it computes.
+        # Sharded parameters are left out: FSDP2 itself replaces them by whole ones while a module computes.
         self._params = [(name, tensor) for name, tensor in params if not _params.is_sharded(tensor)]
         #: The models' parameters by id, at the last check that passed.
         self._known: dict[int, weakref.ref[Tensor]] = {}
-        #: The path from the models to each parameter: a module's dictionary, the key and the expected value.
+        #: Links from a module to a child or parameter, along the paths to the optimizer's parameters. Each of the three
+        #: lists has one thing of every link: the module's dictionary, the key in it, and the expected value.
         self._holders: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._held: list[object] = []
@@ -275,7 +279,7 @@ class Watch:
         here = list(self._parameters())
         ids = {id(tensor) for _, tensor in here}
         gone = [_plain(name) for name, tensor in self._params if id(tensor) not in ids]
-        # A frozen replacement counts in the place of an optimizer's parameter: it may train later.
+        # A frozen tensor counts only under the name of a parameter that is gone, since it may train later.
         new = {name: tensor for name, tensor in here if (tensor.requires_grad or name in gone) and not self._is_known(tensor)}
         if gone and new:
             name = next((name for name in gone if name in new), gone[0])
@@ -301,7 +305,7 @@ class Watch:
             self._has_any(model, ours, seen)
 
     def _has_any(self, module: nn.Module, ours: set[int], seen: dict[int, bool]) -> bool:
-        """Notes a module's paths to the optimizer's parameters. Returns whether it has any."""
+        """Notes a module's links to the optimizer's parameters. Returns whether the module has any."""
         if id(module) in seen:
             return seen[id(module)]
         seen[id(module)] = False  # ends the recursion for a module within itself

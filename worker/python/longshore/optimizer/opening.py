@@ -31,10 +31,10 @@ from longshore.transfer.params import Param
 from longshore.transfer.tensors import UnitParameter, is_built
 from longshore.transfer.weights import Unplaced
 
-#: Names that mean nothing in a param group.
+#: Names of the job's options, which a param group must not have.
 OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 
-#: ``JobSpec`` fields that a restore may change.
+#: Fields of ``JobSpec`` that may differ when a job is restored from a checkpoint.
 _LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier")
 
 
@@ -77,11 +77,11 @@ class Opening(Connected):
 
     #: The process that built the optimizer.
     _process: int
-    #: The guard of the job's param groups, once it was opened.
+    #: The guard of the job's param groups; None until the job is opened.
     _groups: Groups | None
-    #: The groups' hyperparameters as they were given.
+    #: Each group's hyperparameters at the time when the group was added.
     _first_hypers: list[Hyper]
-    #: True to warn once that checkpoints end with this process.
+    #: True until a warning has said that checkpoints end with this process.
     _warns_of_checkpoints: bool = True
     #: True if another optimizer has taken over the parameters.
     _is_replaced: bool
@@ -113,7 +113,8 @@ class Opening(Connected):
         self._check_group(group)
         self._first_hypers.append(self._hyper(group))
         for tensor in group["params"]:
-            # All parameters share one tensor. A non-empty state keeps other code from making a step to fill it.
+            # Other code fills an empty state by making a step, so each parameter's state has an entry. All share a
+            # tensor.
             self.state[tensor]["step"] = self._applied
         if self._stream is not None:
             self._stream.hook()
@@ -125,7 +126,7 @@ class Opening(Connected):
             limit = "absent: the norm is that of all groups" if option == "max_grad_norm" else "absent: options are those of the whole job"
             raise invalid(f"param_groups['{option}']", group[option], limit, f"give the optimizer {option}=", UsageError)
         self._check_hyper(group)
-        # Without this check servers refuse the step after its gradients have left.
+        # Checked here, since servers would refuse the step only after its gradients have left.
         hyper = self._hyper(group)
         for name in Hyper.__slots__:
             if not math.isfinite(getattr(hyper, name)):
@@ -135,7 +136,8 @@ class Opening(Connected):
         return [[getattr(self._hyper(group), name) for name in self._lasting] for group in self._groups_of_job()]
 
     def _check_kept(self, groups: list[list[float]]) -> None:
-        """Refuses values that differ from those of earlier steps, although the rule's state follows from them and the step count."""
+        """Refuses hyperparameters that differ from earlier steps', where servers compute state of the rule from this
+        step's values and the step count."""
         for number, (before, now) in enumerate(zip(self._kept, groups, strict=bool(self._kept))):
             for name, theirs, mine in zip(self._lasting, before, now, strict=True):
                 if mine != theirs:
@@ -265,7 +267,8 @@ class Opening(Connected):
         except RefusedError as error:
             if error.field not in _LEFT_OPEN:
                 raise
-            # A state loaded before the first step may restore the job with these options. Otherwise that step raises.
+            # No error yet: a state that is loaded before the first step may restore the job with these options. If none
+            # is, the first step raises.
             self._is_refused = True
             _params.release([id(param.tensor) for param in connection.params])
 
@@ -302,7 +305,7 @@ class Opening(Connected):
         _params.claim([(param.name, param.tensor) for param in connection.params], self)
         try:
             if self._units is not None:
-                # A job that is only asked for its checkpoints takes no weights, so units attach here.
+                # Units attach only here: a job that is merely asked for its checkpoints gives the model no weights.
                 connection.put_in_units(self._units.belong_to(connection.job, held))
             self._applied.fill_(connection.start(self._filling, found=found, in_step=in_step, held=held))
             self._gradients.locked = connection.locked
@@ -322,7 +325,8 @@ class Opening(Connected):
         ]
         embedded = self._options.servers is None
         self._finalizer = weakref.finalize(self, _closed, connection, embedded, list(trained))
-        # At the interpreter's end the process ends the job of an embedded server; any other job goes on.
+        # Nothing is to be done at the interpreter's end. An embedded server's job ends with the process, and any other
+        # job goes on.
         self._finalizer.atexit = False
         return connection
 
@@ -388,7 +392,7 @@ class Opening(Connected):
 
     def _write_checkpoint(self, name: str) -> str:
         if self._opened().ranks is None:
-            self.flush()  # with reducing ranks all must flush, since they read together
+            self.flush()  # reducing ranks read together, so one alone cannot flush
         kept, version = self._opened().job.checkpoint(name)
         self._checkpointed = (version, kept)
         return kept
@@ -466,6 +470,6 @@ def _closed(connection: Connection, embedded: bool, tensors: list[int]) -> None:
     guards.release_clipping(tensors)
     connection.weights.abandon()
     if embedded:
-        # In a fork the job is the parent's. A failed server has forgotten the job anyway.
+        # Errors are ignored: in a fork the job is the parent's, and a failed server has forgotten the job anyway.
         with contextlib.suppress(LongshoreError):
             connection.close(True)

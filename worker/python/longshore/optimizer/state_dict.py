@@ -177,13 +177,13 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
             f"job {job} goes back from version {old.made} to {version}, as the state that is loaded says: the steps between are "
             f"given up. Checkpoint {name} stays"
         )
-        # The job that ``old`` holds may be deleted already.
+        # An error is ignored, since the job of ``old`` may be deleted already.
         with contextlib.suppress(LongshoreError):
             old.close(False)
     if connection.world_size == 1:
         connection.job.go_back(name)
         return
-    # Each rank closes its old job before rank 0 has the servers abandon theirs.
+    # All ranks have closed their old connections before rank 0 has the servers abandon their state.
     collectives.together(lambda: None)
     collectives.together(lambda: connection.job.go_back(name) if rank == 0 else None)
 
@@ -205,11 +205,12 @@ def _check_meeting(connection: Connection, version: int) -> None:
 class Stateful(Connected):
     """``state_dict`` and ``load_state_dict`` of an optimizer whose state lives on servers, and the return to a checkpoint."""
 
-    #: Number of returns to a checkpoint, and the version of the last one.
+    #: Number of returns to a checkpoint, and the version to which the last one returned.
     _returns: tuple[int, int] = (0, 0)
     #: Default of ``state_dict(full=)``. A framework's adapter sets it where the servers end with this process.
     saves_all: bool = False
-    #: True to warn once that a handle ends with this process. An adapter that saves the full state sets False.
+    #: True until a warning has said that a handle ends with this process. An adapter that saves the full state sets
+    #: False.
     warns_of_handles: bool = True
 
     # The job and its checkpoints
@@ -273,14 +274,15 @@ class Stateful(Connected):
         made = steps_made(state_dict[KEY])
         is_whole = self._now.state not in (State.PUSHED, State.TORN)
         is_here = wanted[0] == self._version and (connection is None or (connection.made == made and is_whole))
-        # Accelerate loads the state that it has just taken. Any other state is a script's own word on the version.
+        # Accelerate loads the handle that it has just taken, which says nothing of the script. Any other handle shows
+        # that the script chose the version.
         self._is_version_known |= self._taken != state_dict[KEY]
         self._taken = None
         if is_here and not is_other:
             return
         if connection is not None and connection.joined == wanted[0] and not is_other:
-            # The servers are at this version, but a delayed step reads the version before. The handle was saved after a flush, and the step
-            # after the flush reads the flushed version.
+            # The servers are at this version, but a delayed step would read the version before. The handle was saved
+            # after a flush, and a step after a flush reads the flushed version.
             self.flush()
             return
         self._check_unused()
@@ -298,7 +300,7 @@ class Stateful(Connected):
         _params.release(tensors)
         self._start(connection, found=True)
         if self.version != wanted[0]:
-            self.flush()  # a checkpoint is written after a flush, too
+            self.flush()  # the checkpoint was written after a flush, which read its version
         self._checkpointed, self._returns = (wanted[0], name), (returns + 1, wanted[0])
         self._stream_anew()
 
@@ -334,7 +336,7 @@ class Stateful(Connected):
         if full is None and not self.saves_all:
             self._warn_of_what_ends(state[KEY])
         if self.saves_all if full is None else full:
-            # torch's packed dictionary belongs to this call. Entries of the caller's own stay in it.
+            # torch made the dictionary for this call, so it may change. The caller's own entries stay.
             of_params = self._full_state()
             frozen = {number for group in state["param_groups"] for number in group["params"]} - of_params.keys()
             for number, of in of_params.items():
@@ -413,7 +415,7 @@ class Stateful(Connected):
             StateError: for a state of another model, job or version, naming the tensor that is missing, unknown or of another shape.
                 Nothing has changed then.
         """
-        # Hooks get a copy of the whole state, as in torch's own method.
+        # Hooks run here and not in torch's method, which would give them only a part of the state.
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, state_dict)
@@ -430,7 +432,7 @@ class Stateful(Connected):
 
     @contextlib.contextmanager
     def _without_hooks(self, *names: str) -> Iterator[None]:
-        """Disables hooks of torch's method, which has a part of the state."""
+        """Disables hooks during a call of torch's method, which gets only a part of the state."""
         hooks = {name: getattr(self, name) for name in names}
         vars(self).update({name: {} for name in names})
         try:
@@ -473,7 +475,8 @@ class Stateful(Connected):
         filling = _filling.of_torch(state_dict, tensors, names, self.rule, later=self._options.trains_later)
         if self._connection is not None:
             applied = (filling.applied if filling else None) or 0
-            # A process killed after the job was filled reaches this line again on its restart.
+            # A process that was killed after it had filled the job loads the same state again on its restart. The job
+            # then has the state's number of updates, at version 0.
             if self.version != 0 or applied != int(self._applied):
                 raise refuse_to_fill(self._job_name, self.version)
         elif filling is not None:
@@ -484,7 +487,8 @@ class Stateful(Connected):
         """Fills a new job with this state when it opens, and gives the parameters its weights now.
 
         Args:
-            gives_weights: whether parameters get them that have other weights than a rounding of them.
+            gives_weights: whether all parameters get the state's weights. False gives them only to unsharded parameters
+                whose own weights are a rounding of the state's.
         """
         if self._connection is not None:
             raise refuse_to_fill(self._job_name, self.version)
@@ -505,13 +509,13 @@ class Stateful(Connected):
                     param.tensor.copy_(weights)
 
     def _take_hyperparameters(self, state_dict: dict[str, Any]) -> None:
-        # The servers have the other state, or get it when the job is opened.
+        # torch loads only step counts and param groups. Servers have the rest, or get it when the job is opened.
         steps = {key: {"step": of["step"]} if "step" in of else {} for key, of in state_dict["state"].items()}
         super().load_state_dict({"state": steps, "param_groups": state_dict["param_groups"]})
         for group in self.param_groups:
             for tensor in group["params"]:
                 loaded = self.state[tensor].get("step", self._applied)
-                # In a full state, a parameter that steps left out has a smaller count than the job.
+                # The job's count is the largest: a parameter that steps left out has a smaller one in a full state.
                 if isinstance(loaded, Tensor) and loaded > self._applied:
                     self._applied.copy_(loaded)
                 self.state[tensor] = {"step": self._applied}

@@ -42,20 +42,24 @@ class Stream:
         self._step, self._gradients = optimizer._now, optimizer._gradients
         self._lock = self._step.lock
         self._gradients.group = Group()
-        #: Parameters whose gradients leave next, these gradients, the number of their elements, and the number with which they leave.
+        #: Parameters whose gradients leave next, as a group.
         self._params: list[Param] = []
+        #: The gradients of `_params`.
         self._waiting: list[Tensor] = []
+        #: Number of elements of `_waiting`, and the number from which on they leave.
         self._elements, self._enough = 0, ENOUGH
-        #: Parameters that left together in an earlier step, by the first one's index: backward has one order in most models.
+        #: Groups of an earlier step, by the index of the first parameter. Backward has the same order in each step of
+        #: most models, so groups come again.
         self._groups: dict[int, Columns] = {}
         #: True once each of the job's parameters has a hook.
         self._watches_all = False
-        #: Pushes gradients that a device copies first.
+        #: Pushes gradients that a device must copy first. None if the host's memory has all of them, or ranks reduce.
         self._pusher: Pusher | None = None
-        #: Most bytes of unsent gradients that may stay where the model is; None for no limit.
+        #: Largest number of bytes that unsent gradients may take where the model is; None for no limit.
         self._room: int | None = None
-        #: By parameter the parameters of its unit, and those of the current group's unit. All are one unit in a model without units.
+        #: Indices of all parameters of a parameter's unit, by the parameter's index. Empty for a model without units.
         self._units: dict[int, frozenset[int]] = {}
+        #: Indices of the parameters of the current group's unit; all parameters for a model without units.
         self._unit: frozenset[int] = frozenset()
         self._is_checked = False
         self.hook()
@@ -78,15 +82,16 @@ class Stream:
                     if id(tensor) not in self._hooks and tensor.requires_grad:
                         self._hooks[id(tensor)] = tensor.register_post_accumulate_grad_hook(left)
                         new.append(tensor)
-        # A parameter that requires no gradient yet may train later.
+        # False while some parameter of the job requires no gradient, since such a parameter may train later.
         self._watches_all = bool(self._by_tensor) and self._by_tensor.keys() <= self._hooks.keys()
         return new
 
     def keep_within(self, room: int, units: list[frozenset[int]]) -> None:
-        """Keeps at most so many bytes of unsent gradients where the model is, enough for those of any unit. A group ends with its unit.
+        """Lets unsent gradients take at most ``room`` bytes where the model is. A group ends with its unit from now on.
 
         Args:
-            units: each unit's parameters, by index.
+            room: bytes, enough for the gradients of any unit.
+            units: indices of each unit's parameters.
         """
         self._room, self._units = room, {index: unit for unit in units for index in unit}
 
@@ -99,7 +104,7 @@ class Stream:
         self._hooks.clear()
 
     def has_left(self, param: Param) -> bool:
-        """Returns whether the step's whole gradient of a parameter has left."""
+        """Returns whether a parameter's gradients of all backward passes of the step have left."""
         optimizer, step = self._optimizer(), self._step
         return optimizer is None or step.passes + (param.index in step.taken) >= optimizer._options.accumulate
 
@@ -138,7 +143,8 @@ class Stream:
             if self._pusher is not None:
                 self._gradients.note_stream(gradient)
                 gradient = gradient.resolve_neg()
-            # The group's first gradient checked the optimizer. Leaving checks that again, and all gradients at once.
+            # Nothing is checked here. The group's first gradient had the optimizer checked, and the gradients of a
+            # group are checked together when they leave.
             self._params.append(param)
             waiting.append(gradient)
             taken.add(index)
@@ -156,8 +162,8 @@ class Stream:
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_backward, task))
         if not self._step.taken and not self._watches_all:
             for other in self.hook():
-                # The parameter trains since the last check, and this backward may have made its gradient already. An accelerator's gradient
-                # may be of another stream, which nothing here waits for: it leaves when backward has ended.
+                # The parameter began to train since the last check, and this backward may have made its gradient
+                # already. An accelerator's gradient leaves only after backward: another stream may still be making it.
                 if not device.accelerator.has(other):
                     self._take(other)
         with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling(), torch.no_grad():
@@ -183,7 +189,7 @@ class Stream:
                 optimizer._watch.check()
             connection.check_written()
         if param.index in step.taken:
-            # Another backward has begun, and the one before left parameters out.
+            # A second gradient of the parameter: another backward has begun, and the one before left parameters out.
             self._end_micro_step()
         if step.passes >= optimizer._options.accumulate:
             raise invalid(
@@ -215,7 +221,7 @@ class Stream:
         if self._units:
             unit = self._units.get(index, frozenset([index]))
             if self._waiting and unit is not self._unit:
-                self._leave_together()  # a parameter of the unit before has no gradient
+                self._leave_together()  # some parameter of the previous unit has no gradient
             self._unit = unit
         if self._pusher is not None:
             self._gradients.note_stream(gradient)
@@ -316,7 +322,8 @@ class Stream:
         if step.taken:
             self._end_micro_step()
         while step.passes < optimizer._options.accumulate:
-            # An epoch's last step may have fewer backward passes, and a rank may have none: this adds zero.
+            # Each missing backward pass adds zeros. An epoch's last step may have fewer passes, and a rank may have
+            # none.
             self._end_pass(connection, connection.params)
         if self._pusher is not None:
             self._pusher.wait()
@@ -375,7 +382,7 @@ class Stepping(Connected):
     _watch: guards.Watch | None
     _absent: guards.Absent
     _loss: float | None
-    #: Set by a framework's adapter that knows no ``GradScaler`` exists, although the framework asks torch as if there were one.
+    #: True if a framework's adapter has found no ``GradScaler``, although the framework asks as if one existed.
     has_no_scaler: bool = False
     #: Called at each commit. Returns at most 1 MiB of rank 0's data to keep with it, for :attr:`resumed`.
     resume_data: Callable[[], bytes] | None
@@ -463,7 +470,8 @@ class Stepping(Connected):
             return
         steps = guards.FIRST_STEPS
         if world_size > 1:
-            # Another rank may have had gradients. Servers count the steps that left a parameter out.
+            # Other ranks may have had gradients of these parameters. Only servers know how many steps left a parameter
+            # out.
             left_out = connection.left_out()
             unused = {index for index in unused if left_out.get(index, 0) > guards.FIRST_STEPS // 2}
             steps = min([guards.FIRST_STEPS, *(left_out[index] for index in unused)])
@@ -500,7 +508,7 @@ class Stepping(Connected):
             connection.check_written()
         if connection.ranks is not None:
             return connection.ranks.push(connection.job, scale, leave if self._can_start_over() else self._check_missing)
-        self._gradients.group = Group()  # without gradients of a refused step
+        self._gradients.group = Group()  # drops gradients of a refused step
         missing = self._gradients.take_together(connection.columns, connection.columns.gradients(), scale)
         if len(missing) == len(connection.params) and not self._options.may_differ():
             return False
@@ -580,8 +588,9 @@ class Stepping(Connected):
         return self._options.place()[1] == 1
 
     def _start_over(self) -> None:
-        """Abandons the current step's sent gradients: joins again as a new process does, and servers begin the step anew. Each part only
-        waits for servers, so each may be repeated after an error or Ctrl-C. Parameters stay unwritten: a forward may have used them."""
+        """Abandons the current step's sent gradients: joins again as a new process does, and servers begin the step
+        anew. Parameters stay unwritten, since a forward may have used them. After an error or Ctrl-C the call may be
+        repeated."""
         self._check_unused()
         old = self._connection
         if old is not None:

@@ -94,7 +94,7 @@ class Accelerator:
         self.run(stream, functools.partial(target.copy_, non_blocking=True), [source])
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stream: Any = None) -> Tensor:
-        """Returns memory of the device, which belongs to a stream, or to this thread's."""
+        """Returns memory of the device that belongs to ``stream``; by default to this thread's stream."""
         if stream is None:
             return torch.empty(shape, dtype=dtype, device=device)
         made: list[Tensor] = []
@@ -109,7 +109,7 @@ class Accelerator:
     def run(self, stream: Any, act: Callable[..., object], tensors: Sequence[Tensor | None]) -> None:
         """Enqueues the torch operations of ``act(*tensors)`` on the stream. The tensors must stay until an event after it is done."""
         index, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
-        torch.accelerator.set_stream(stream)  # makes the stream's device the current one, too
+        torch.accelerator.set_stream(stream)  # also makes the stream's device the current one
         try:
             act(*tensors)
         finally:
@@ -159,7 +159,8 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def host_number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns a tensor of one number on the host, for example a step count. bf16 would count to 256."""
+    """Returns a tensor of one number on the host, for example a step count. Counts need fp32, since a count in bf16
+    would stop at 256."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device="cpu")
 
@@ -169,7 +170,7 @@ _is_cpu = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 
 def has_any(tensors: Iterable[Tensor]) -> bool:
     """Returns whether any of the tensors lies in the accelerator's memory."""
-    # torch's getter runs without the interpreter between tensors.
+    # ``map`` calls torch's getter for one tensor after the other in C, without the interpreter between them.
     return not all(map(_is_cpu, tensors)) if type(accelerator) is Accelerator else any(map(accelerator.has, tensors))
 
 
@@ -184,7 +185,7 @@ def copy_together_out(target: Tensor, sources: Sequence[Tensor], stream: Any) ->
     """Enqueues one copy of a device's flat tensors, packed end to end, to flat memory of the host. All must stay as in
     :meth:`Accelerator.copy`. Callers disable gradient mode, once for all their copies."""
     if len(sources) > 1:
-        # Packed memory belongs to the stream, which reads it before any later use of the memory.
+        # The packed memory belongs to the stream. After its release here, any reuse comes behind the stream's copy.
         packed = accelerator.empty(target.shape, target.dtype, sources[0].device, stream)
         accelerator.run(stream, lambda packed, *sources: torch.cat(sources, out=packed), [packed, *sources])
         sources = [packed]
@@ -192,8 +193,8 @@ def copy_together_out(target: Tensor, sources: Sequence[Tensor], stream: Any) ->
 
 
 def copy_together_in(targets: Sequence[Tensor], source: Tensor, stream: Any) -> None:
-    """Enqueues one copy of flat memory of the host, and its parts' way to a device's flat tensors. The conditions are those of
-    :func:`copy_together_out`."""
+    """Enqueues one copy of flat memory of the host to a device, which then copies its parts into the device's flat
+    tensors. The conditions are those of :func:`copy_together_out`."""
     if len(targets) == 1:
         accelerator.copy(targets[0], source, stream)
         return

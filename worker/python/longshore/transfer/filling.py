@@ -30,7 +30,8 @@ NAMES = {
 
 
 def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
-    """Returns the places for an array's values, a contiguous CPU tensor for each parameter. An array without tensors has none."""
+    """Returns the places of an array's values in ``tensors``, which has a contiguous CPU tensor for each parameter, or
+    none at all."""
     return [param.place(tensor) for param, tensor in zip(params if tensors else [], tensors, strict=True)]
 
 
@@ -41,7 +42,7 @@ def allocate(rule: str, params: list[Param]) -> list[dict[str, Tensor]]:
 
 
 def arrays(rule: str, states: list[dict[str, Tensor]]) -> list[list[Tensor]]:
-    """Returns the tensors of all arrays in the servers' order; an empty list for an array that the states lack."""
+    """Returns the tensors of each array in the servers' order. An array that the states lack has an empty list."""
     return [[state[name] for state in states] if name in states[0] else [] for name in ("master", *NAMES[rule])]
 
 
@@ -97,7 +98,8 @@ def write_frozen(param: Param, weights: Tensor) -> None:
     if torch.equal(weights, param.tensor.to(weights.device)):
         return
     if torch._C._current_graph_task_id() != -1:
-        # Streaming opens a job with its first gradient. The running backward needs the weights that its forward used.
+        # Streaming opens a job with the first gradient. The backward that made the gradient still needs the weights
+        # that its forward used.
         raise UsageError(
             f"{param.name} is frozen, and the job's weights of it are not the model's, as with an image_dtype of fewer "
             "bits: call optimizer.open() before the first forward"
@@ -105,11 +107,12 @@ def write_frozen(param: Param, weights: Tensor) -> None:
     param.tensor.copy_(weights)
 
 
-#: Three values: the number of updates that made a state; the job's parameters with fewer updates, and how many fewer; and a function. The
-#: function takes an array's and a parameter's number, and returns the tensor's place and its memory's holder.
+#: A new job's state in three values: the number of updates that made the state; pairs of a parameter and its number of
+#: missing updates; and a function. The function takes the numbers of an array and of a parameter. Its result is the
+#: tensor's place, and an object that holds the tensor's memory.
 Source = tuple[int | None, list[tuple[int, int]], Callable[[int, int], tuple[Place, object]]]
 
-#: Index of the master weights' array; the rule's moments follow it.
+#: Index of the array of master weights. The arrays of the rule's moments follow.
 MASTER = 0
 
 
@@ -122,7 +125,8 @@ class Filling:
         read: returns the tensor of an array (0 is the master weights) and a parameter, in its shape.
         check: refuses tensors that do not fit these parameters.
         fewer: number of missing updates, by the name of each parameter that has fewer than ``applied``.
-        others: names of parameters whose weights in the model are no rounding of the master weights, once the job was filled.
+        others: names of parameters whose weights in the model are no rounding of the master weights. Known once the job
+            is filled.
     """
 
     applied: int | None
@@ -152,7 +156,7 @@ class Filling:
             if array == MASTER and tensor is not piece.param.tensor:
                 mine = own(index)
                 if not is_rounding(mine, part.view(-1)):
-                    if not are_equal(mine.to(part.dtype), part.view(-1)):  # the state may have fewer bits than the model
+                    if not are_equal(mine.to(part.dtype), part.view(-1)):  # equal if the state has fewer bits
                         self.others[piece.param.name] = None
                     return piece.place(mine), mine
             elif tensor is piece.param.tensor and first:
@@ -170,7 +174,7 @@ class Filling:
         return self.applied, fewer, place
 
     def warn_of_others(self) -> None:
-        """Warns of master weights that were not taken."""
+        """Warns of parameters that filled the job themselves, since they differ from the state's master weights."""
         if self.others:
             more = f" and {len(self.others) - 1} more" if len(self.others) > 1 else ""
             warn(
@@ -251,7 +255,7 @@ def of_torch(
             remedy = "set requires_grad on it, or take it out of the state"
             raise invalid(f"{name}.{moments[0]}", "there", "absent, since the parameter is frozen", remedy, StateError)
     steps = {names[number]: state["step"] for number, state in states.items() if number in trained and "step" in state}
-    # torch keeps no step count for momentum, so a count of 1 stands for any number of updates.
+    # torch keeps no step count with momentum alone. A count of 1 then stands for any number of updates.
     applied, fewer = steps_of(steps, where) if steps else (1, {})
     with_master = any("master" in states.get(number, {}) for number in trained)
     has_begun = applied > 0 and any(state.get(key) is not None for state in states.values() for key in moments)

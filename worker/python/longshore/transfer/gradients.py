@@ -1,9 +1,10 @@
 """Gradients on their way out of Python: collected one by one, and handed to the Rust half in groups.
 
-Training and autograd threads collect, and check each gradient once. A contiguous CPU gradient is read in place. An accelerator copies the
-gradients of a group together, behind their computation, into page-locked memory of the job or of torch. Small gradients are packed on the
-device first, and a bucket of them takes one copy. :class:`Pusher` waits for that on its own thread. Backward waits for memory alone: a
-parameter's until its earlier gradient is read, and a device's until unsent gradients leave room.
+Training and autograd threads collect, and check each gradient once. A contiguous CPU gradient is read in place. An
+accelerator copies the gradients of a group together, behind their computation, into page-locked memory of the job or of
+torch. Small gradients are packed on the device first, and a bucket of them takes one copy. :class:`Pusher` waits for
+copies on a thread of its own. Backward waits only for memory: until a parameter's earlier gradient is read, and until a
+device has room beside unsent gradients.
 """
 
 import functools
@@ -20,11 +21,11 @@ from longshore.transfer import device as _device
 from longshore.transfer.params import Columns, Param, Place, check_gradient
 from longshore.transfer.pinned import LockedMemory, Slabs, buckets, host_of, part_of
 
-#: Gradients leave in groups of at least this many elements. A chunk of a MiB has more elements, and is sent once complete. So grouping
-#: does not delay servers.
+#: Gradients leave in groups of at least this many elements. Grouping does not delay servers: a chunk of 1 MiB has more
+#: elements, and is sent only once it is complete.
 ENOUGH = 128 * 1024
-#: A device's gradients leave in groups of at least this many elements. On the host of an H200 a link takes 0.15 ms for them in 16 bits, and
-#: the interpreter 0.3 ms for a group.
+#: A device's gradients leave in groups of at least this many elements. On the host of an H200 such a group takes the
+#: interpreter 0.3 ms, and in 16 bits the link 0.15 ms. Smaller groups would leave the link idle for longer.
 ENOUGH_ON_DEVICE = 4 * 1024 * 1024
 
 
@@ -35,8 +36,8 @@ class Group:
         elements: number of all elements; nbytes: bytes on devices.
         scale: the factor with which all of them leave.
         places: gradients in the host's memory.
-        straight: gradients that their device copies to where they leave from.
-        staged: gradients that their device copies to staging memory, with that memory.
+        straight: gradients that their device copies straight into the memory from which they are sent.
+        staged: pairs of staging memory and a gradient that the device copies there.
         streams: streams that make the gradients, by device.
     """
 
@@ -49,8 +50,9 @@ class Group:
         self.staged: list[tuple[Tensor, Tensor]] = []
         self.streams: dict[torch.device, list[Any]] = {}
         self._locked: LockedMemory | None = None
-        #: Events after which the gradients are made, or copied to staging memory, and the package's streams.
+        #: Events after which devices have made the gradients, or have copied them to staging memory.
         self._events: list[Any] = []
+        #: The package's stream for copies, by device.
         self._copiers: dict[torch.device, Any] = {}
 
     @torch.no_grad()
@@ -77,7 +79,7 @@ class Group:
             self._events.append(accelerator.record(copier))
 
     def push(self, job: Any) -> None:
-        """Pushes the gradients once they can be read. The wait is without the job, which other threads use meanwhile."""
+        """Pushes the gradients once they can be read. The wait for that leaves the job free for other threads."""
         for event in self._events:
             _device.accelerator.wait(event)
         if self.places or self.straight:
@@ -89,8 +91,12 @@ class Group:
 
     @torch.no_grad()
     def _copy(self, slots: Sequence[tuple[int, int, int, int]]) -> None:
-        """Copies parts of the gradients, given by place, first element, number and address, and returns when they are there. Neighbours share
-        a copy. The copies are over even after an error: the memory may go to other gradients then."""
+        """Copies parts of gradients to their addresses. Parts with neighbouring addresses share a copy. All copies are
+        over when the call ends, even with an error, since the memory may go to other gradients then.
+
+        Args:
+            slots: a part's gradient as index in ``straight``, its first element, number of elements and address.
+        """
         assert self._locked is not None
         accelerator, copiers = _device.accelerator, set()
         try:
@@ -152,7 +158,8 @@ class Gradients:
         return group
 
     def take_together(self, columns: Columns, gradients: Sequence[Any], scale: float = 1.0) -> list[Param]:
-        """Takes gradients, and returns the parameters that lack one. Those of the host pass without the interpreter between them."""
+        """Takes gradients, and returns the parameters that lack one. Gradients in the host's memory pass without the
+        interpreter between them."""
         places = columns.places(gradients) if set(map(type, gradients)) == {Tensor} else None
         if places is not None:
             self.group.places += places
@@ -208,9 +215,9 @@ class _Work:
         self.queue: queue.SimpleQueue[tuple[Group, Callable[[], None]] | None] = queue.SimpleQueue()
         self.changed = threading.Condition()
         self.left = 0
-        #: Bytes of unsent gradients on devices.
+        #: Bytes that unsent gradients take on devices.
         self.nbytes = 0
-        #: Parameters whose unsent gradients are in the host's memory.
+        #: Parameters with an unsent gradient that is read from its own memory, on the host.
         self.params: set[int] = set()
         self.failure: BaseException | None = None
 
@@ -223,7 +230,7 @@ class _Work:
                     act()
             except BaseException as failure:
                 self.failure = failure
-            # References to the gradients end before waiting threads are notified.
+            # A waiting thread may count on the gradients' memory, so references to them end before the notification.
             del item, act, group
             with self.changed:
                 self.left -= 1
@@ -233,7 +240,8 @@ class _Work:
 
 
 class Pusher:
-    """Runs pushes in the order given, on a thread of its own. The next call of any method raises a failure."""
+    """Runs pushes in the order given, on a thread of its own. After a failure, the next call of a method raises the
+    failure."""
 
     def __init__(self, job: Any) -> None:
         self._job = job

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from longshore.errors import invalid, warn
 from longshore.transfer.options import Options
 
-# Number of shards of a small model, as in the command line's trainer.
+# Number of shards into which a small model is cut, so that its transfers overlap too. ``longshore train`` has the same.
 _SMALL_MODEL_SHARDS = 16
 _BLOCK_ELEMENTS = 64 * 1024
 _DEFAULT_SHARD_ELEMENTS = 4 * 1024 * 1024
@@ -122,7 +122,7 @@ def _by_name(hypers: Sequence["Hyper"]) -> dict[str, Any]:
 
 #: Options that decide a run's bits and that servers do not compare.
 _DECISIVE = ("partition", "reduce_dtype", "accumulate", "accumulate_on", "max_grad_norm", "loss_scale", "warmup_steps", "correction")
-#: Head of the settings in a commit's data; their length follows in 4 bytes.
+#: First bytes of a commit's data if the data has these settings. The settings' length follows in 4 bytes.
 _MARK = b"LSPY"
 
 
@@ -147,8 +147,9 @@ class Record:
         self._given, _ = self.split(self.data)
 
     def begin(self, job: Any, hypers: Sequence["Hyper"]) -> None:
-        """Takes the groups' hyperparameters of the first step where the constructor's are not the job's, and warns of others. So a loaded
-        state counts, and a schedule that goes on does not."""
+        """Replaces hyperparameters of the constructor that differ from the job's by those of the first step, as a
+        loaded state brings them. Others are kept, so that a schedule that goes on causes no warning. Warns of
+        differences that remain."""
         theirs, _ = self.split(job.resumed() or b"")
         now = {name: value for name, value in _by_name(hypers).items() if name in theirs and self._given[name] != theirs[name]}
         self._give({**self._given, **now})
@@ -156,14 +157,15 @@ class Record:
 
     @staticmethod
     def split(data: bytes) -> tuple[dict[str, Any], bytes]:
-        """Returns the settings in a commit's data, none of another program, and the trainer's own data."""
+        """Returns the settings in a commit's data, and the trainer's own data. Another program's data has no
+        settings."""
         if not data.startswith(_MARK):
             return {}, data
         end = 8 + int.from_bytes(data[4:8], "little")
         return json.loads(data[8:end]), data[end:]
 
     def check_rank(self, job: Any) -> None:
-        """Refuses to train with other settings than rank 0's in the newest commit."""
+        """Raises on ranks other than 0 if a setting differs from rank 0's, which the newest commit has."""
         of_rank_0 = job.of_rank_0() if self._rank else None
         if of_rank_0 is None or of_rank_0.startswith(self.data):
             return

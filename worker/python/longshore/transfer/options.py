@@ -278,7 +278,7 @@ class Options:
             limit = f"{group_size}, as torch.distributed's process group has it"
             raise invalid(world_size_name, world_size, limit, "set it right, or pass rank= and world_size=")
         if world_size == group_size:
-            # Accelerate's debug_launcher writes RANK=0 in all processes.
+            # The group's rank counts, since Accelerate's debug_launcher writes RANK=0 in all processes.
             return group_rank, world_size
         return (0 if world_size == 1 else _of_environment(rank_name, group_rank)), world_size
 
@@ -306,7 +306,7 @@ class Options:
         return os.fspath(folder) if folder else None
 
 
-#: Other libraries' names of arguments and options.
+#: Our name of an argument or option, by the name that other libraries give it.
 _ELSEWHERE = {
     "learning_rate": "lr",
     "gradient_accumulation_steps": "accumulate",
@@ -335,14 +335,14 @@ def _nearest(name: str, options: Iterable[str], arguments: Iterable[str]) -> str
     return f", did you mean {close[0]!r}? The " if close else "; "
 
 
-#: Words for a type of :class:`JobOptions`, and the check of a value.
+#: By a type in :class:`JobOptions`: words for it in errors, and a check whether a value has the type.
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda value: not isinstance(value, str) and value in (False, True)),
     int: ("an int", lambda value: hasattr(value, "__index__") and not isinstance(value, bool)),
     float: ("a float", lambda value: hasattr(value, "__float__") and not isinstance(value, bool)),
     LossScale: ("a longshore.LossScale", lambda value: isinstance(value, LossScale)),
 }
-#: The least and the largest value of numbers, None for no limit, and a remedy.
+#: The least and the largest value of an option, and a remedy. None as largest value means no limit.
 _RANGES: dict[str, tuple[int, int | None, str]] = {
     "accumulate": (1, None, "count the backward passes of a step"),
     "delay": (0, 1, "choose 0 for exact steps, or 1 for delayed ones"),
@@ -381,7 +381,8 @@ def _group() -> tuple[int, int]:
 
 def _launcher() -> tuple[str, str]:
     """Returns the names of the launcher's variables for rank and world size."""
-    # sbatch sets SLURM_NTASKS even for a script's single process. Only srun sets SLURM_STEP_NUM_TASKS, for each of its processes.
+    # SLURM_NTASKS does not count, since sbatch sets it even for a script's single process. Only srun sets
+    # SLURM_STEP_NUM_TASKS, in each process that it starts.
     if "WORLD_SIZE" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
         return "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
     return "RANK", "WORLD_SIZE"

@@ -16,7 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from longshore.errors import GradientError, MissingGradientError, UsageError, invalid
 from longshore.transfer import device
 
-#: A gradient or weights for the Rust half: parameter, address, elements, type.
+#: Host memory of a gradient or of weights, as the Rust half takes it: the parameter's index in the job, address, number
+#: of elements, and name of the type.
 Place = tuple[int, int, int, str]
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -59,14 +60,14 @@ class Piece:
     param: Param
     rank: int
     shape: tuple[int, ...]
-    #: Index of its first element in the parameter, and its number of elements.
+    #: Index of the piece's first element in the parameter, and its number of elements.
     start: int
     elements: int
-    #: Index of the first element in the rank's part of the bucket.
+    #: Index of the piece's first element in the sending rank's part of the bucket.
     offset: int
-    #: Its place in the parameter if its elements are not consecutive there, for example columns of a matrix.
+    #: The piece's place in the parameter if its elements are not consecutive there, for example columns of a matrix.
     box: Box | None = None
-    #: The ranks that hold it, in ascending order, if these are more than ``rank`` alone.
+    #: All ranks that hold the piece, in ascending order. Empty if only ``rank`` holds it.
     replicas: tuple[int, ...] = ()
 
     @property
@@ -94,12 +95,13 @@ class Piece:
 
 
 _dtype, _shape = Tensor.dtype.__get__, Tensor.shape.__get__  # type: ignore[attr-defined]
-#: torch's getter of ``.grad``, for use without the interpreter between tensors.
+#: torch's getter of ``.grad``. ``map`` calls it for many tensors without the interpreter between them.
 grad_of = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Columns:
-    """Parameters that are looked at together: torch's getters run for all of them without the interpreter between."""
+    """Parameters whose tensors are read together: ``map`` runs torch's getters for all of them without the interpreter
+    between tensors."""
 
     def __init__(self, params: list[Param]) -> None:
         self.params = params
@@ -108,7 +110,7 @@ class Columns:
         self._dtypes = [param.dtype for param in params]
         self._fixed = [param.index for param in params], [param.elements for param in params], [param.wire for param in params]
         self.indices = frozenset(self._fixed[0])
-        #: The addresses and places of the last tensors.
+        #: The addresses and places of the tensors of the last call of :meth:`places`.
         self._addresses: list[int] = []
         self._places: list[Place] = []
 
@@ -122,7 +124,7 @@ class Columns:
         try:
             addresses = list(map(Tensor.data_ptr, tensors))
             is_usable = all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
-        except RuntimeError:  # not dense
+        except RuntimeError:  # a sparse tensor
             return None
         if not is_usable or list(map(_dtype, tensors)) != self._dtypes or list(map(_shape, tensors)) != self._shapes:
             return None
@@ -134,7 +136,7 @@ class Columns:
         return self._places
 
 
-#: Names from a framework's adapter, for frameworks that give their optimizer none.
+#: Names of parameters that a framework's adapter has learned, since the framework gives its optimizer none.
 _NAMES = WeakTensorKeyDictionary()
 
 
@@ -171,7 +173,7 @@ def check_group(groups: list[dict[str, Any]], added: list[Any], *, later: bool) 
         if not isinstance(tensor, Tensor):
             continue
         if id(tensor) in known:
-            # torch's words lead, since callers search for them.
+            # The message begins with torch's words, for which callers search.
             raise invalid(
                 f"some parameters appear in more than one parameter group: {name}",
                 f"in a second group, as {known[id(tensor)]} before",
@@ -360,7 +362,8 @@ def check_missing(missing: list[Param], afterwards: str = "") -> None:
     )
 
 
-# The optimizer of each parameter, once its job is open or it watches backward. Two optimizers would overwrite each other's weights.
+# By a parameter's ``id``: the parameter, and the optimizer that owns it, once its job is open or it hooks backward.
+# With two owners, each would overwrite the other's weights.
 _owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any]]] = {}
 
 

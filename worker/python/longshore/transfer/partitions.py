@@ -19,10 +19,12 @@ from longshore.errors import invalid
 from longshore.transfer import device
 from longshore.transfer.params import DTYPES, Param, Piece, Place
 
-#: A partition is padded to whole blocks of 64 Ki elements. With 16 blocks in each, padding takes 3 % of the space.
+#: Smallest number of blocks in a partition. A partition is padded to whole blocks of 64 Ki elements, by half a block on
+#: average: 3 % of 16 blocks.
 _BLOCKS = 16
 _BLOCK_ELEMENTS = 64 * 1024
-#: The servers' limits, in limits.rs: partitions, and parameters that steps may leave out.
+#: The servers' limits, as in limits.rs: number of partitions, and number of parameters in a job whose steps may leave
+#: parameters out.
 _MOST_PARTITIONS = 4096
 _MOST_PIECES = 65_536
 
@@ -41,7 +43,7 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Layout:
     buckets: list[Bucket]
-    #: First piece and rank of each partition.
+    #: The index of the first piece of each partition, and the rank that sends the partition.
     partitions: list[tuple[int, int]]
 
     def pieces(self) -> Iterator[Piece]:
@@ -65,7 +67,7 @@ class Layout:
         return found
 
 
-#: Cuts a parameter into pieces in the order of its elements, without places in the job yet.
+#: A function that cuts a parameter into pieces in the order of its elements. The pieces have no place in the job yet.
 Cut = Callable[[Param], list[Piece]]
 
 
@@ -139,10 +141,11 @@ LEAST_SHARED = 64 * 1024
 class Share:
     """A rank's pull of a tensor that ranks gather."""
 
-    #: Number of elements in each rank's part, and in all parts together.
+    #: Number of elements in each rank's part, and in the parts of all ranks together.
     part: int
     gathered: int
-    #: First element and number of elements of this rank's pulls: its part, and the indivisible remainder.
+    #: First element and number of elements of each pull of this rank. A rank pulls its part, and like all others the
+    #: remainder that is smaller than the number of ranks.
     own: list[tuple[int, int]]
 
 
@@ -157,10 +160,11 @@ def share(elements: int, width: int, rank: int, world_size: int) -> Share | None
 
 @contextlib.contextmanager
 def exported(pieces: list[Piece], arrays: list[list[Tensor]]) -> Iterator[list[list[Place]]]:
-    """Yields places to write exported values to: by array a place for each piece, none for an array without tensors.
+    """Yields the places to which values are exported: a list for each array, with a place for each piece. The list of
+    an array without tensors is empty.
 
-    At its end the values are in the arrays' tensors: contiguous CPU tensors, one for each parameter. Until then a piece that is not
-    consecutive in its parameter has memory of its own."""
+    When the context ends, the values are in the arrays' tensors: contiguous CPU tensors, one for each parameter. Until
+    then a piece whose elements are not consecutive in its parameter has memory of its own."""
     apart: list[tuple[Tensor, Tensor]] = []
 
     def place(piece: Piece, whole: Tensor) -> Place:

@@ -28,11 +28,12 @@ class Registered:
 
     def __init__(self, *, read_only: bool = False) -> None:
         self._read_only = read_only
-        #: Sorted start addresses; and by address the number of bytes, the device and the object that keeps the piece mapped.
+        #: The pieces' start addresses, sorted.
         self._starts: list[int] = []
+        #: By start address: the number of bytes, the device, and the object that keeps the piece mapped.
         self._pieces: dict[int, tuple[int, torch.device, Any]] = {}
         self._release = weakref.finalize(self, _unregister, os.getpid(), self._pieces)
-        # At the interpreter's end the process's memory goes with it.
+        # At the interpreter's end nothing is unregistered, since the process's memory ends too.
         self._release.atexit = False
 
     def finds(self, address: int, nbytes: int) -> bool:
@@ -89,13 +90,13 @@ class LockedMemory:
     def __init__(self, job: Any, dtype: torch.dtype) -> None:
         self._job, self._dtype = job, dtype
         #: The Rust half's gradient memory. The reference keeps pieces at their addresses, as page-locking needs. None
-        #: before the first question, and if no server may read it.
+        #: until :meth:`takes` asks for it, and if no server reads gradients from this process's memory.
         self._memory: Any = None
         self._is_asked = False
-        #: Number of pieces seen so far, and the registered ones.
+        #: Number of pieces seen so far, and the pieces that are registered.
         self._known = 0
         self._registered = Registered()
-        #: True if gradients may still use this memory.
+        #: False once a piece could not be registered, the memory is released, or no server reads it.
         self._is_usable = True
 
     def takes(self, gradient: Tensor, scale: float) -> bool:
@@ -148,7 +149,8 @@ def part_of(flat: Tensor, first: int, elements: int) -> Tensor:
     return flat if elements == flat.numel() else flat[first : first + elements]
 
 
-#: Most bytes of a bucket. A link takes longer for these than the host takes to begin a copy: larger tensors gain nothing.
+#: Largest bucket in bytes. A larger one gains nothing: the link already takes longer for this one than the host takes
+#: to begin the next copy.
 BUCKET_BYTES = 1024 * 1024
 
 
@@ -174,9 +176,10 @@ def buckets(places: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, list[Te
         yield start, bucket
 
 
-#: Consecutive weights: their address, the index of the first within the target, and their number.
+#: A run of weights that are consecutive in a server's memory: address, index of the first in the target, and number.
 Run = tuple[int, int, int]
-#: Largest number of copies under way; a further one waits. A step of a large model has fewer.
+#: Largest number of entries in :class:`Lending`'s list of copies. A further one waits for all of them. A step of a
+#: large model has fewer.
 _MOST = 1024
 
 
@@ -193,8 +196,8 @@ class Lending:
         self._memory = Registered(read_only=True)
         self._is_usable = True
         self._process = os.getpid()
-        #: Lent weights that devices may still copy, with the events after the copies and any copies on the host. A thread waits for these
-        #: under the lock.
+        #: Lent weights that devices may still copy, each with the events after their copies, and host memory that the
+        #: copies read. A thread waits for the events under the lock.
         self._lent: collections.deque[tuple[Any, list[Any], list[Tensor]]] = collections.deque()
         self._lock = threading.RLock()
 
@@ -233,7 +236,7 @@ class Lending:
         """Keeps lent weights, or None, and memory of the host until their copies to the targets are done."""
         events = [_device.accelerator.record(stream(device)) for device in {target.device for target in targets}]
         self._lent.append((lent, events, held))
-        # The end of a step empties the list, and an evaluation has none.
+        # The end of a step empties the list. An evaluation has no such end, so the list is emptied here.
         if len(self._lent) > _MOST:
             self.finish()
 

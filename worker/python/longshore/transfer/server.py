@@ -84,8 +84,8 @@ def default() -> Server:
     global _default
     with _lock:
         if _default is None or _default[0] != os.getpid():
-            # After a fork the parent's server does not run here. The tuple keeps its object alive, since the child must not end it.
-            # Checkpoints are written there briefly, when a caller asks for the full state.
+            # The parent's server does not run in a fork, which gets a server of its own. The folder holds a checkpoint
+            # only briefly, when a caller asks for the full state.
             _default = (os.getpid(), Server(checkpoint_dir=_passing_folder()))
             _default[1].is_passing = True
         return _default[1]
@@ -98,7 +98,7 @@ def passing(drive: str | os.PathLike[str], spill: Literal["state", "all"]) -> Se
     places = [os.path.join(folder, name) for name in ("state", "checkpoints")]
     for place in places:
         os.mkdir(place)
-    # Only engines have such a server, and copy their saves from its folder.
+    # One checkpoint is enough: only engines have such a server, and they copy each save out of its folder.
     server = Server(state_dirs=places[:1], spill=spill, checkpoint_dir=places[1], checkpoint_keep=1)
     server.is_passing = True
     return server
@@ -111,6 +111,6 @@ def _passing_folder(within: str | os.PathLike[str] | None = None) -> str:
 
 
 def _remove(folder: str, owner: int) -> None:
-    # A fork runs the same exit handlers, but the folder is its parent's.
+    # A fork runs this handler too, but the folder is its parent's.
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

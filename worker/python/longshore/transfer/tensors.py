@@ -1,9 +1,9 @@
 """Parameters without resident memory. Any use of one fetches its weights first.
 
-Awaited parameters have newer weights under way, which the first use reads. Parameters of a unit have no memory outside of their modules.
-Both are tensor subclasses: torch calls them before any of its functions touches their memory. Examples are a forward, ``state_dict``,
-``copy.deepcopy`` and printing. Code that reaches the memory past torch's functions is not noticed: see
-:class:`longshore.transfer.weights.Weights`.
+Awaited parameters have newer weights under way, which the first use reads. Parameters of a unit may have no memory
+while none of their modules runs. Both are tensor subclasses: torch calls them before any of its functions touches their
+memory. Examples are a forward, ``state_dict``, ``copy.deepcopy`` and printing. Code that reaches the memory past
+torch's functions is not noticed: see :class:`longshore.transfer.weights.Weights`.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from torch.autograd.graph import get_gradient_edge
 from longshore.errors import LongshoreError, UsageError, invalid
 from longshore.transfer import device
 
-# Readers of awaited parameters' weights, by the parameter's id.
+# The function that reads an awaited parameter's weights, by the parameter's id.
 _readers: dict[int, Callable[[], None]] = {}
-# True if torch's compiler has been told to leave awaited tensors alone.
+# True once torch's compiler has been told not to compile uses of awaited tensors.
 _is_kept_out = False
 
 _LOOKED_AT = (
@@ -37,7 +37,8 @@ _ASKED = (
 
 
 def _of_no_element() -> Iterator[Any]:
-    """Yields torch's functions that read none of a tensor's elements, as far as this torch has them."""
+    """Yields those of torch's functions that read none of a tensor's elements, except functions that this torch
+    lacks."""
     for name in _LOOKED_AT:
         if hasattr(Tensor, name):
             yield getattr(Tensor, name).__get__
@@ -48,7 +49,7 @@ def _of_no_element() -> Iterator[Any]:
         yield getattr(Tensor, name)
 
 
-#: Torch's functions that need no weights.
+#: Functions of torch that read no weights of an awaited or released parameter.
 OF_NO_ELEMENT = frozenset(_of_no_element())
 
 
@@ -62,7 +63,7 @@ class _Awaited:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found = list(_among((args, kwargs), _Awaited))
-        if not found:  # a container hides the tensor
+        if not found:  # an unknown container hides the tensor, so all are read
             read_all()
         for tensor in found:
             read(tensor)
@@ -140,7 +141,8 @@ def read_all() -> None:
 
 
 def _before_fork() -> None:
-    """Reads awaited weights, which a fork cannot: it has no connection. Its own error names the remedy if this fails."""
+    """Reads awaited weights before a fork, which has no connection to read them. If the read fails, the error that the
+    fork's use of a parameter raises names the remedy."""
     with contextlib.suppress(LongshoreError):
         read_all()
 
@@ -160,13 +162,14 @@ def _among(given: Any, kind: type) -> Iterator[Any]:
 
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-#: Functions that return a view of the whole tensor and need no memory.
+#: Functions that return a view of the whole tensor, and work while the tensor's memory is released.
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-#: Functions that lend the memory to arrays of other libraries. A released unit's memory would go to other weights under such an array.
+#: Functions that give a tensor's memory to an array of another library. A unit's parameter gives a copy: its own memory
+#: may go to other weights while the array lives.
 _LENDS = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 
 
-#: Functions that run a backward pass. Nodes fetch the units that they need.
+#: Functions that run a backward pass. The call itself fetches no unit, since each node fetches the units that it needs.
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
@@ -202,7 +205,7 @@ class _OfUnit:
                     homes.append(tensor._longshore_home)
             return _within(homes, found, func, args, kwargs)
 
-    # torch calls no ``__torch_function__`` for these two.
+    # torch calls no ``__torch_function__`` for ``as_subclass`` and ``share_memory_``, so both are overridden.
     def as_subclass(self: Any, cls: Any) -> Any:
         if cls is Tensor:
             return self.view_as(self)
@@ -221,12 +224,13 @@ class _OfUnit:
 
 
 def _refused(tensor: Any, act: str, limit: str, remedy: str) -> LongshoreError:
-    """Returns the error of an act after which no use of a unit's memory is noticed."""
+    """Returns the error for an act that is refused, since later uses of the unit's memory would go unnoticed."""
     return invalid(tensor._longshore_member.name, act, f"{limit} while its model is in units", remedy, UsageError)
 
 
 def parameter_of(data: Any) -> Any:
-    """Returns a new parameter's data with memory of its own, if they are a unit's. Memory of a unit cannot be of two parameters."""
+    """Returns data for a new parameter. Data of a unit are copied, since a unit's memory cannot belong to a second
+    parameter."""
     return _clone_of(data).detach() if isinstance(data, _OfUnit) else data
 
 
@@ -239,8 +243,8 @@ class UnitTensor(_OfUnit, Tensor):
 
 
 def _run_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a backward pass with the graph's edges of weights in place of the weights. The pass itself needs none of their units, and
-    hooks may use any: torch must go on to call ``__torch_function__``."""
+    """Runs a backward pass that is given weights of units, with the weights' edges in the graph in their place. So the
+    call needs no unit, and torch still calls ``__torch_function__`` for hooks, which may use any unit."""
     is_grad = func is torch.autograd.grad
     inputs = args[1] if is_grad else kwargs.pop("inputs", None)
     with torch._C.DisableTorchFunctionSubclass():
@@ -250,7 +254,7 @@ def _run_backward(func: Any, args: Any, kwargs: Any) -> Any:
     if not is_grad:
         kwargs.setdefault("grad_tensors", kwargs.pop("gradient", None))
         return torch.autograd.backward(outputs, inputs=edges, **kwargs)
-    has_zeros = kwargs.pop("materialize_grads", False)  # torch makes none for edges
+    has_zeros = kwargs.pop("materialize_grads", False)  # torch makes no zeros for edges
     found = func(outputs, edges, **kwargs)
     if not has_zeros:
         return found
@@ -263,7 +267,7 @@ def _edges_of(given: Any) -> Any:
         return tuple(map(_edges_of, given))
     if not isinstance(given, _OfUnit):
         return given
-    # torch refuses a tensor without an edge in its own words.
+    # A tensor without an edge passes as a tensor, so that torch refuses it in its own words.
     return get_gradient_edge(given) if given.requires_grad else given.detach()  # type: ignore[attr-defined,arg-type]
 
 
@@ -292,7 +296,8 @@ def _set_data(tensor: Any, value: Tensor) -> None:
         with torch.no_grad():
             _within(list(dict.fromkeys(one._longshore_home for one in found)), found, Tensor.copy_, (tensor, value), {})
         return
-    # ``to("cpu:0")`` copies, since torch tells cpu:0 from cpu. Accelerate calls it in processes that a launcher started.
+    # An equal copy passes. ``to("cpu:0")`` makes one, since torch tells cpu:0 from cpu, and Accelerate calls that in
+    # processes started by a launcher.
     if value.device.type == tensor.device.type == "cpu" and value.dtype == tensor.dtype:
         with tensor._longshore_home.using([tensor._longshore_member]):
             if torch.equal(tensor, value):

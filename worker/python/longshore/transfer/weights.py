@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from longshore._longshore import Job
 
 
-#: Largest relative error of a 16-bit master weight: bf16 has 8 bits, and rounds either way.
+#: Largest relative error of a master weight in 16 bits. A weight in bf16 has 8 significant bits, of which random
+#: rounding changes less than one unit of the last.
 _MASTER_APART = 2.0**-7
 
 
@@ -55,11 +56,12 @@ class Rounding:
 
 @torch.no_grad()
 def read_in_step(params: list[Param], rounding: Rounding, read: Callable[[], None]) -> list[Param]:
-    """Reads a job's weights within a step. Weights that servers have only rounded stay unwritten, hidden from autograd. A copy of all
-    weights takes host memory meanwhile.
+    """Reads a job's weights within a step. Where servers have merely rounded a parameter's own weights, the parameter
+    gets these back, unnoticed by autograd: the step's forward has used them. A copy of all weights takes host memory
+    meanwhile.
 
     Args:
-        params: the job's parameters. Shards are only read: forward has used a copy of them.
+        params: the job's parameters. Shards simply get the job's weights, since forward has used a copy of them.
         read: writes the job's weights into the parameters.
 
     Returns:
@@ -101,12 +103,13 @@ def read_rounded(params: list[Param], rounding: Rounding, read: Callable[[Param,
             param.tensor.copy_(theirs)
 
 
-#: Size of a weight chunk: parameters that share one are read together.
+#: Largest group of parameters that are read together, in bytes: as large as a chunk of weights.
 GROUP_BYTES = 1024 * 1024
-#: Size of a device's weight chunk, and of a default shard's weights, which become readable together. On the host of an H200 a link takes
-#: 0.15 ms for it, and the interpreter 0.4 ms for a group.
+#: Largest group on a device in bytes: as large as a default shard's weights, which become readable together. On the
+#: host of an H200 such a group takes the interpreter 0.4 ms, and the link 0.15 ms.
 DEVICE_GROUP_BYTES = 8 * 1024 * 1024
-#: Groups of a delayed job are larger by this factor. Its weights are there before their first use, so none waits for its group.
+#: Factor by which groups are larger in a delayed job. Weights of such a job arrive before their first use, so none
+#: waits for the rest of its group.
 DELAYED = 8
 
 
@@ -153,19 +156,21 @@ class Weights:
         self._lending = lending
         self._staged: dict[int, Tensor] = {}
         self._slabs = Slabs()
-        #: Each parameter's last copy to the device, which reads its staging memory.
+        #: The event after the last copy that reads a parameter's staging memory, by the parameter's index.
         self._copies: dict[int, Any] = {}
-        #: Streams of these copies by device, and the device's work at the time when the weights were requested.
+        #: The stream of copies to a device.
         self._streams: dict[torch.device, Any] = {}
+        #: By device, the stream that requested the weights and an event after its work until then, which may read older
+        #: weights.
         self._before: dict[torch.device, tuple[Any, Any]] = {}
-        #: Indices of parameters that lack the newest weights, and a reader for each group. No gradient can come from them, unless some code
-        #: reached their memory past torch's functions.
+        #: Indices of parameters that lack the newest weights. No gradient can come from them, unless some code reached
+        #: their memory past torch's functions.
         self.awaited: set[int] = set()
         #: Called with parameters that have got their weights.
         self.when_read: Callable[[list[Param]], None] | None = None
         most = DEVICE_GROUP_BYTES * (DELAYED if is_delayed else 1) if _device.has_any(self._columns.tensors) else GROUP_BYTES
         self._readers = [_Reader(self, group) for group in groups_of(params, most)]
-        #: Two threads may use parameters at a time.
+        #: Held while weights are read, since two threads may use parameters at a time.
         self._lock = threading.RLock()
 
     def has(self, index: int) -> bool:
@@ -199,7 +204,7 @@ class Weights:
     def read(self) -> None:
         """Waits for new weights, and writes them into all parameters that lack them."""
         with self._lock:
-            # A running backward may need weights that were read at their use.
+            # Parameters that were read at their use are left alone: a running backward may need them unwritten.
             lacking = set(self._job.unread_params())
             if lacking:
                 is_whole = self._columns.indices <= lacking
@@ -268,7 +273,7 @@ class Weights:
             params, tensors = columns.params, columns.tensors
             places, staged = columns.places(tensors), []
             if places is None:
-                # Weights are written by address: a tensor that became smaller would overflow.
+                # A tensor that became smaller is refused: weights are written by address, and would overflow it.
                 check_unchanged(params, [])
                 if is_asked_now:
                     self._note_what_came_before()
@@ -360,7 +365,8 @@ class Weights:
         self._copies.update((index, ends[self._params[index].tensor.device]) for index in copied)
 
     def _ordered(self, device: torch.device, devices: list[torch.device]) -> Any:
-        """Returns the copies' stream of a device, ordered behind readers of older weights. ``devices`` collects the devices."""
+        """Returns a device's stream for copies. On the first call for a device, which ``devices`` notes, the stream
+        waits for the device's work that may read older weights."""
         stream = self._stream(device)
         if device not in devices:
             devices.append(device)

@@ -47,7 +47,8 @@ class GatheredParameters:
                 units[tensor._longshore_member.unit] = tensor._longshore_home  # type: ignore[attr-defined]
         with contextlib.ExitStack() as held:
             for home in {id(home): home for home in units.values()}.values():
-                # Backward may need tensors saved here after their weights are released.
+                # Autograd saves references to weights within the context: backward may need them after they are
+                # released.
                 held.enter_context(home.saving())
             for unit, home in units.items():
                 home.pin(unit, alone=True)
@@ -114,14 +115,16 @@ class Init:
             torch.set_default_dtype(self._before)
 
     def _registered(self, module: nn.Module, name: str, tensor: nn.Parameter | None) -> None:
-        # Parameters that a module shares, such as tied weights, were adopted earlier.
+        # Empty parameters, and those on another device, are left alone. A tied weight was adopted with its first
+        # module, and has another type since.
         if type(tensor) is not nn.Parameter or tensor.numel() == 0 or tensor.device.type != "cpu":
             return
         _adopt(self._home, module, name, tensor)
 
 
 def _new(inner: Any, cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Stands for ``nn.Parameter.__new__`` within Init: weight norms make parameters of a weight that was built."""
+    """Replaces ``nn.Parameter.__new__`` within Init. A weight norm makes a new parameter of a built weight, which needs
+    memory of its own."""
     return inner(cls, tensors.parameter_of(data), *args, **kwargs)
 
 
@@ -149,7 +152,7 @@ class _Store(Fetcher):
 def _in_file(folder: str | os.PathLike[str] | None, tensor: Tensor) -> Tensor:
     """Returns file-backed memory for a tensor."""
     with tempfile.NamedTemporaryFile(prefix="longshore-init-", dir=folder) as file:
-        # The unlinked file lives as long as its mapping.
+        # The file's name is removed at once. The file itself lives as long as its mapping.
         mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
     return mapped.view(tensor.shape)
 

@@ -2,10 +2,10 @@
 
 :mod:`longshore.units.residency` begins a fetch on the training thread; a device copies on streams of the package.
 
-Ranks that gather units announce in :class:`Rounds` the next unit they want, so that no rank waits for a rank with another wish. Ranks gather a
-unit together only if all of them want it now. Ranks want different units if a rank skips a unit, or has a unit resident that others have
-released. The ranks furthest behind in the step pull theirs alone, until all want the same again. So each round ends, whatever the ranks run,
-as long as each reaches a use of a unit or ``step``.
+Ranks that gather units do so in :class:`Rounds`. In a round each rank announces the unit that it wants next. If all
+want the same unit, they gather it together. Wishes differ if a rank skips a unit, or has a unit resident that others
+have released. The ranks furthest behind in the step then pull their units alone, until all want the same again. So each
+round ends, whatever the ranks run, as long as each reaches a use of a unit or ``step``.
 """
 
 import contextlib
@@ -30,19 +30,21 @@ from longshore.units.model import Member, Span, Unit
 
 @dataclass(slots=True)
 class _Uses:
-    """Uses of a unit on a device."""
+    """Streams that use a unit on one device."""
 
-    #: Streams that own the unit's memory. Released memory is theirs again at once, even if other streams still read it.
+    #: Streams for which the unit's memory was allocated. Released memory goes back to them at once, even if other
+    #: streams still read it.
     owners: list[Any] = field(default_factory=list)
-    #: Streams that have used the unit, and streams that wait for its latest weights.
+    #: Streams that have used the unit.
     users: list[Any] = field(default_factory=list)
+    #: Streams that already wait for the unit's latest weights.
     shown: list[Any] = field(default_factory=list)
-    #: Streams behind which ranks have gathered the unit, each with the event of the gather's end.
+    #: Streams that wait for a gather of the unit, each with an event after the gather.
     gathered: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 class UnitStreams:
-    """Orders streams by the units that they share. Streams that only read are not ordered.
+    """Makes streams wait for each other where one writes a unit that another uses. Streams that only read do not wait.
 
     Args:
         copies: returns a device's stream for arriving weights.
@@ -148,17 +150,20 @@ class MappedFetch:
 
 #: A rank's message in a round. The smallest message is furthest behind in the step.
 #:
-#: Fields: its meetings so far; its turns between forward and backward since the last meeting; its place in that pass; a digest of the
-#: wanted weights.
+#: Fields: the number of its meetings so far, where ranks meet at each end of a step; its turns between forward and
+#: backward since the last meeting; the wanted unit's place in that pass; a digest of the wanted weights.
 _Wish = tuple[int, int, int, int]
 
-#: Number of turns of a rank at a meeting: larger than any turn, so ranks before the meeting are behind.
+#: Number of turns that a rank sends at a meeting. The number exceeds any real one, so ranks that still use units of the
+#: step are behind.
 _MEETS = 1 << 40
 #: Number of meetings that a rank sends when it cannot continue.
 _FAILED = -1
-#: Most seconds that an interrupted gather is waited for: another rank may have been interrupted before it began the gather.
+#: Longest wait for an interrupted gather in seconds. Without it the wait might not end, since another rank may have
+#: been interrupted before it began the gather.
 _ENDING = 10.0
-#: Number of meetings that a rank sends when it ends and uses no more units: the largest, so it is behind no rank.
+#: Number of meetings that a rank sends when it uses no more units. The number exceeds any real one, so no rank waits
+#: for the ended rank.
 _ENDS = 1 << 40
 
 
@@ -272,7 +277,7 @@ class Rounds:
             if all(other == wish for other in wishes):
                 return True
             if any(other[0] == _ENDS for other in wishes) and all(other[1] == _MEETS for other in wishes):
-                # Some ranks end, and others have made a further step, so ranks can no longer agree.
+                # Ranks can no longer agree: some end, and others are at the end of a further step.
                 self.is_over = True
                 return False
             if wish == min(wishes):
@@ -300,7 +305,8 @@ class Rounds:
 
 
 def _let_end(gathering: list[Collective]) -> None:
-    """Waits for gathers that Ctrl-C has interrupted, since their memory is freed next. All ranks have agreed to gather, so this is short."""
+    """Waits for gathers that Ctrl-C has interrupted, since their memory is freed next. The wait is short, since all
+    ranks have agreed to gather."""
     end = time.monotonic() + _ENDING
     while time.monotonic() < end and not all(collective.is_done() for collective in gathering):
         with contextlib.suppress(KeyboardInterrupt):
@@ -311,7 +317,7 @@ def _digest(what: Iterable[int | str]) -> int:
     return zlib.crc32(repr(tuple(what)).encode())
 
 
-#: Seconds after which a wait lets signal handlers run.
+#: Seconds between two times at which a wait lets signal handlers run.
 _PERIOD = 0.1
 
 
@@ -340,12 +346,13 @@ class Fetch:
 
     def __init__(self, fetcher: Source, members: list[Member]) -> None:
         self.members = members
-        #: The background wait for the weights, and the pull that can cancel it.
+        #: The wait for the weights on the background thread; None if there is none.
         self.read: Future[None] | None = None
+        #: The Rust half's pull, whose cancellation ends that wait.
         self.pull: Any = None
-        #: Members that their device copies from servers' memory.
+        #: Members' weights that devices copy from servers' memory.
         self.lent: MappedFetch | None = None
-        #: Pairs (target, source) to copy once the source has arrived. A target is a member or a part of one.
+        #: Pairs (target, source) to copy once the source has arrived. A target is a member's memory or a part of it.
         self.sources: list[tuple[Tensor, Tensor]] = []
         #: Staging memory, with the device that copies from it.
         self.staged: list[tuple[Tensor, torch.device]] = []
@@ -353,7 +360,8 @@ class Fetch:
         self.shared: list[tuple[Member, Tensor, int]] = []
         self._fetcher = fetcher
         self._copied: dict[torch.device, Any] | None = None
-        #: By device: the stream that the memory was allocated for, and its work then, which may use the memory's previous tensor.
+        #: By device: the stream for which the memory was allocated, and an event after that stream's work until then.
+        #: The work may still use the tensor that had the memory before.
         self._before: dict[torch.device, tuple[Any, Any]] = {}
         for device in {member.tensor.device for member in members if _device.accelerator.has(member.tensor)}:
             stream = _device.accelerator.current_stream(device)
@@ -433,7 +441,8 @@ class Fetch:
                 wait_.cancel()
         if self.read is not None and not self.read.cancel():
             while not self.read.done():
-                # The read ends soon. A second Ctrl-C must not free memory that it writes to.
+                # The cancelled read ends soon. A second Ctrl-C must not free the memory to which the read may still
+                # write.
                 with contextlib.suppress(KeyboardInterrupt):
                     wait([self.read])
         for device, (owner, _) in self._before.items():
@@ -464,7 +473,8 @@ class Fetch:
 
 
 def _result(read: "Future[None]") -> None:
-    """Waits for the read. A signal just before a wait does not end the wait: its handler runs between two waits."""
+    """Waits for the read in waits of 0.1 s. A signal just before such a wait does not end the wait, and its handler
+    runs up to 0.1 s later."""
     while True:
         try:
             return read.result(_PERIOD)

@@ -37,7 +37,8 @@ class Copies:
         self._memory = memory
         #: Whole copies, by the member's ``id``.
         self.wholes: dict[int, Tensor] = {}
-        #: Frozen members of which ranks keep parts, the same on all ranks: the member, and this rank's pieces with the first element of each.
+        #: Frozen members that ranks keep in parts, by the member's ``id``. The members are the same on all ranks. Each
+        #: has this rank's pieces with the index of their first elements.
         self.shares: dict[int, tuple[Member, list[tuple[Tensor, int]]]] = {}
 
     def take(self, member: Member) -> None:
@@ -144,7 +145,7 @@ class Fetcher:
         self._copies = Copies(rounds, memory)
         self.staging = Staging()
         self._streams: dict[torch.device, Any] = {}
-        # A single thread keeps weights in the order of their requests.
+        # One thread, so that weights are read in the order of their requests.
         self._thread = ThreadPoolExecutor(1, "longshore-fetch")
         self.is_at_hand = False
         self._is_closed = False
@@ -153,7 +154,8 @@ class Fetcher:
                 self._copies.take(member)
 
     def is_gone(self, member: Member) -> bool:
-        """Returns whether the member's weights are unavailable until the next step."""
+        """Returns whether servers may have overwritten the member's weights, so that they cannot be fetched until the
+        next step."""
         return self._copies.whole(member) is None and self._is_gone(member)
 
     def keep(self, member: Member) -> None:
@@ -215,7 +217,7 @@ class Fetcher:
         version = self.version
         pull = self._ask([place for place, _ in places]) if places else None
 
-        # The default argument keeps the places' tensors alive as long as the pull may write into their memory.
+        # The default argument keeps the places' tensors alive while the pull may write into their memory.
         def read(held: list[tuple[tuple[Place, int], Tensor]] = places) -> None:
             if fetch.lent is not None:
                 fetch.lent.read()
@@ -238,7 +240,7 @@ class Fetcher:
         Small members are left out, and all if a rank is gone. An existing whole copy is kept."""
         if self.rounds is None or self.rounds.is_over:
             return
-        # The list is the same on all ranks, even if one has a copy of weights it wrote.
+        # A member with an existing copy is gathered too. Only some ranks may have a copy, and all need the same list.
         with torch._C.DisableTorchFunctionSubclass():
             shares = [(member, share_of(self.rounds, member.tensor)) for member in members]
             shared = [(m, of_rank) for m, of_rank in shares if of_rank and (m.is_trained or self._copies.parts(m) is not None)]
@@ -312,7 +314,7 @@ class Fetcher:
         """Requests members for a copy straight from servers' memory; None if the weights do not lie there."""
         parts: list[tuple[Span, Tensor]] = []
         for member in members:
-            # ``.data``, not the parameter itself: autograd would count the write as a change.
+            # Weights are written through ``.data``, since autograd would count a write to the parameter as a change.
             left = member.tensor.data.view(-1)
             assert member.param is not None
             for part in self._spans(member.param, 0, left.numel()):
@@ -334,7 +336,7 @@ class Fetcher:
             if kept is None and not shared and is_plain(member.tensor):
                 places += [(place, member.tensor) for place in places_of(self._spans, member, member.tensor, 0)]
                 continue
-            # ``.data``, not the parameter itself: autograd would count the write as a change.
+            # Weights are written through ``.data``, since autograd would count a write to the parameter as a change.
             target = member.tensor.data
             if kept is not None:
                 fetch.sources.append((target, kept))
@@ -354,7 +356,8 @@ class Fetcher:
         return places
 
     def _share_of(self, fetch: Fetch, member: Member, target: Tensor) -> list[tuple[Tensor, int]]:
-        """Returns the memory that this rank fills of a member before the gather, with its first elements."""
+        """Returns the parts of a member's memory that this rank fills before the gather, each with the index of its
+        first element."""
         of_rank = share_of(self.rounds, target)
         if of_rank is None:
             return [(target, 0)]

@@ -21,15 +21,17 @@ from longshore.units.model import Member, Unit
 from longshore.units.residency import Residency, is_in_backward
 
 _graph: Any = torch._C._autograd
-#: torch's context of hooks around a checkpointed function, if this torch has it and does not run backward itself.
+#: torch's context of saved-tensor hooks around a function that is checkpointed without reentrance. None if this torch
+#: has no such context.
 _HOOK: Any = getattr(checkpoint, "_checkpoint_hook", None)
 
 
 def _follow_checkpoints() -> None:
-    """Puts the unit's hooks on top of a checkpoint's hooks in forward, too.
+    """Makes every checkpoint put units' hooks on top of its own, in forward too.
 
-    torch counts the tensors that a checkpointed function saves, in forward and in recomputation, and both must agree. In recomputation no
-    unit's module runs, and directly used weights go to the package's hooks. So forward needs these hooks on top, too.
+    torch counts the tensors that a checkpointed function saves, in forward and in recomputation, and both must agree.
+    In recomputation, weights that the function uses directly go to the package's hooks, and torch does not count them.
+    In forward the checkpoint's hooks would lie above those of the module around it, and count these weights.
     """
     if _HOOK is None or hasattr(_HOOK, "_longshore_follows"):
         return
@@ -58,7 +60,8 @@ class Saving:
         self._home = home
 
     def on(self) -> None:
-        """Puts these hooks on top of others, such as activation checkpointing. Other hooks get everything but weights."""
+        """Puts these hooks on top of others, such as those of activation checkpointing. All tensors but weights go on
+        to the other hooks."""
         below = _graph._top_saved_tensors_default_hooks(True)
         if self.is_ours(below):
             pack, unpack = below
@@ -101,7 +104,8 @@ class Saving:
 
     def _unpack(self, saved: Any) -> Tensor:
         if torch.is_grad_enabled() and is_in_backward():
-            # With create_graph, backward records a graph, which saves weights too. The hooks stay until the running node is done.
+            # With create_graph backward records a graph, which saves weights too. The hooks stay on until the running
+            # node is done.
             self.on()
         return saved.get()
 
@@ -161,7 +165,7 @@ class _Kept:
     __slots__ = ("_changes", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Keeping the tensor itself would make a cycle with its graph.
+        # A saved tensor may refer to its graph, and the graph refers to this object: detach() avoids the cycle.
         self._tensor = tensor.detach()
         self._changes = self._tensor._version
 
@@ -182,7 +186,7 @@ class _Run:
     units: list[Unit]
     frame: FrameType
     thread: int
-    #: True if the call runs within another one that pins the same units.
+    #: True if the call runs within another call that has pinned the same units.
     is_within: bool = False
 
     def has_ended(self) -> bool:
@@ -201,7 +205,8 @@ class ModuleHooks:
     def __init__(self, model: nn.Module, home: Residency, saving: Saving) -> None:
         self._home, self._saving = home, saving
         self._running: list[_Run] = []
-        #: The running modules, including those around units. The outermost one decides whether the call may train.
+        #: The running modules, from the outermost on, also those that only contain units. The mode of the outermost one
+        #: decides whether the call may train.
         self._calls: list[nn.Module] = []
         home.unwind, home.is_called = self.unwind, lambda: bool(self._calls)
         _follow_checkpoints()
@@ -213,7 +218,8 @@ class ModuleHooks:
             self._register(module, None)
 
     def _register(self, own: nn.Module, units: list[Unit] | None) -> None:
-        """Hooks a module that needs these units; with None, a module around units. A module's copy has the same hooks, and no units."""
+        """Hooks a module that needs these units. With None, the module only contains units. In a copy of the module the
+        same hooks do nothing."""
 
         def before(module: nn.Module, args: Any) -> None:
             if module is not own or torch.compiler.is_compiling():
@@ -258,7 +264,7 @@ class ModuleHooks:
             guard(module)
 
         guard(own)
-        # A module's copy gets a method of its own.
+        # A method bound to the module, so that a copy of the module gets a method bound to the copy.
         own.compile = MethodType(compile_, own)  # type: ignore[method-assign]
 
     def unwind(self) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from longshore.errors import UsageError, invalid
 from longshore.transfer.params import DTYPES, Param, Place
 
-#: A unit's name for ``units=``: a module, a class, or a module's name. In a name * stands for any one part ("layers.*").
+#: An item of ``units=``: a module, a class of modules, or a module's name. In a name * stands for any one part
+#: ("layers.*").
 Named = str | type | nn.Module
 
 
@@ -34,7 +35,7 @@ class Member:
     kept: Param | None = None
     unit: "Unit" = None  # type: ignore[assignment]
     is_here: bool = False
-    #: torch's version counter when the weights arrived.
+    #: torch's count of writes to the tensor when the weights arrived.
     changes: int = 0
     nbytes: int = 0
     #: The parameter's whole storage, empty while released.
@@ -51,11 +52,13 @@ class Unit:
 
     name: str
     members: list[Member] = field(default_factory=list)
-    #: The module of the parameters, and whether the unit has all parameters inside it.
+    #: The module that has the unit's parameters.
     module: nn.Module | None = None
+    #: True if the unit has all parameters within its module, also those of the module's children.
     is_block: bool = False
-    #: Number of pins that keep the unit resident, and how many of these are running modules.
+    #: Number of pins: the unit stays resident while there is one.
     pins: int = 0
+    #: Number of pins by running modules, during which the parameters are plain tensors.
     runs: int = 0
 
     @property
@@ -172,7 +175,7 @@ def _cut_further(roots: dict[str, nn.Module], large: list[Unit]) -> dict[str, nn
             smaller[name] = root
             continue
         smaller |= {f"{name}.{child}": module for child, module in root.named_children() if _has_parameters(module)}
-    # A replaced root's own parameters become a unit of their own.
+    # A root is replaced by its children. Parameters that belong to the root directly become a unit of their own.
     return smaller if smaller.keys() != roots.keys() else None
 
 
@@ -287,23 +290,24 @@ def places_of(spans: Spans, member: Member, memory: Tensor, start: int) -> list[
     return found
 
 
-#: Distance of a unit without a known next use.
+#: Distance of a unit without a known next use, larger than any other.
 _NEVER = 1 << 40
 
 
 class Order:
-    """The current step's position in the order of the previous step."""
+    """The order of uses that the previous step has taught, and the current step's position in it."""
 
     def __init__(self) -> None:
         self._learned: list[Unit] = []
         self._places: dict[Unit, list[int]] = {}
         self._seen: list[Unit] = []
         self._at = -1
-        #: Position before the latest uses that do not count. None after a use that counts.
+        #: The step's position before a run of uses that do not count, to which the next counted use returns. None after
+        #: a use that counts.
         self._was_at: int | None = None
         #: The last used unit, and whether its use counted.
         self._last: tuple[Unit, bool] | None = None
-        #: Time of each unit's last use, in uses.
+        #: Value of `_clock`, the number of uses so far, at each unit's last use.
         self._used: dict[Unit, int] = {}
         self._clock = 0
 
@@ -331,7 +335,8 @@ class Order:
         if after < len(places):
             self._at = places[after]
         elif places:
-            # Examples: an evaluation's next batch, or one more micro-step than the previous step had.
+            # The unit is used again after its last place in the order, as in one more micro-step than the previous step
+            # had.
             self._at = places[0]
         return True
 

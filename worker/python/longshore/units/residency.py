@@ -26,7 +26,8 @@ from longshore.units.model import Member, Order, Unit
 
 
 class _End:
-    """Calls a function at the end of a backward pass. The pass has the only reference, which goes also if it raises."""
+    """Calls a function at the end of a backward pass. The pass has the only reference to this object, and drops it also
+    if the pass raises."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
@@ -42,7 +43,7 @@ class Nodes:
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self._lock = lock
-        #: By backward pass: the sequence number of its current node, and the units pinned for that node.
+        #: By the backward pass's number: the sequence number of its current node, and the units pinned for that node.
         self._given: dict[int, tuple[int | None, list[Unit]]] = {}
 
     def give(self, unit: Unit) -> None:
@@ -133,7 +134,8 @@ class Resident:
 
 
 def size(member: Member, nbytes: int) -> None:
-    """Resizes a member's storage. torch cannot resize memory that forward code gave to NumPy, unnoticed: such memory stays."""
+    """Resizes a member's storage. Memory that forward code gave to an array of NumPy stays, since torch cannot resize
+    it."""
     if member.memory.resizable():
         member.memory.resize_(nbytes)
     elif not nbytes:
@@ -194,8 +196,8 @@ def _tensors_in(result: Any) -> Iterator[Tensor]:
                 left += [getattr(item, field.name, None) for field in dataclasses.fields(item)]
 
 
-#: Prefetch distance. The next 4 uses are fetched whatever their size. Further uses are fetched up to 64 MiB together, so that small units
-#: hide a round trip too. The limit is 128 uses ahead.
+#: How far units are fetched ahead: those of the next 4 uses whatever their size. Further ones follow up to 64 MiB
+#: together, so that small units hide a round trip too. The farthest is 128 uses ahead.
 _AHEAD, _AHEAD_BYTES, _FARTHEST = 4, 64 * 1024 * 1024, 128
 
 
@@ -232,12 +234,13 @@ class Residency:
         self.peak = self.fetched = 0
         self._present = Resident()
         self.epoch = 0
-        #: True if the model is being built, so that no server has its weights.
+        #: True while :class:`longshore.Init` builds the model, so that no server has its weights yet.
         self.is_building = False
-        #: True if the running call may train: its outermost module was called with gradients enabled. An inner call may still disable them,
-        #: for example a block of a reentrant checkpoint.
+        #: True if the outermost module of the running call was called with gradients enabled, so that the call may
+        #: train. Gradients may be disabled further in, as in a block of a reentrant checkpoint.
         self.may_train = True
-        #: Context in which tensors that autograd saves of weights are fetched at their use. See :mod:`longshore.units.hooks`.
+        #: Context in which autograd saves references to weights, which backward fetches at their use. See
+        #: :mod:`longshore.units.hooks`.
         self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         #: Unpins the units of ended module calls whose hooks never ran.
         self.unwind: Callable[[], None] = lambda: None
@@ -303,7 +306,7 @@ class Residency:
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             trains = (unit.module is None or unit.module.training) and (self.may_train or is_in_backward())
             is_next = self._order.note(unit, counts=trains)
-            # A rank may evaluate while the others do something else.
+            # Only training is the same on all ranks: this one may evaluate while the others do something else.
             together = trains and not alone
             under_way = self._under_way.pop(unit, None)
             if under_way is None and not self._under_way and not self._fetcher.is_at_hand:
@@ -350,13 +353,14 @@ class Residency:
 
     def unpin(self, *units: Unit) -> None:
         """Unpins each unit, even if :meth:`changed` raises; the first error is raised."""
-        # The stack runs callbacks in reverse order and raises the last error, so that of the first member.
+        # The stack runs its callbacks in reverse order and raises the last one's error: the first member's.
         with self._lock, contextlib.ExitStack() as changes:
             for unit in units:
                 unit.pins -= 1
                 unit.runs -= 1
                 for member in unit.members if unit.runs == 0 else ():
-                    # Read the version before hiding: afterwards torch calls ``__torch_function__`` for every read.
+                    # The version is read before the member is hidden. Afterwards torch would call
+                    # ``__torch_function__`` for the read.
                     if member.is_here and member.tensor._version != member.changes:
                         changes.callback(self.changed, member)
                     tensors.hide(member.tensor, member, self)
@@ -450,7 +454,8 @@ class Residency:
     # Memory
 
     def renew(self, *, are_same: bool = False) -> None:
-        """Releases the trained parameters' old weights, since new ones come; ``are_same`` with the bits of the old ones."""
+        """Releases the trained parameters' old weights, since new ones come. With ``are_same`` the new ones have the
+        same bits."""
         with self._lock:
             self.check_unused()
             self._order.end()

@@ -79,11 +79,11 @@ class Sharded:
 
 
 class UnitWeights:
-    """Replaces :class:`longshore.transfer.weights.Weights` for a model in units."""
+    """Takes the place of :class:`longshore.transfer.weights.Weights` for a model in units."""
 
     def __init__(self, home: Residency, fetcher: Fetcher, job: Any) -> None:
         self._home, self._fetcher, self._job = home, fetcher, job
-        #: The version that a step was given up with, until the weights that it goes on with are expected.
+        #: The version with which an abandoned step begins anew, until its weights are expected. None at other times.
         self._held: int | None = None
         self._members = {
             member.param.index: member for unit in home.units for member in unit.members if member.param is not None
@@ -95,7 +95,8 @@ class UnitWeights:
         self._home.check_unused()
 
     def belong_to(self, job: Any, held: int | None) -> "UnitWeights":
-        """Switches to a job that was started. The job before was abandoned for a checkpoint, or with a step of version ``held``."""
+        """Switches to a job that was started anew. ``held`` is None after a return to a checkpoint. Otherwise an
+        abandoned step begins again with the weights of version ``held``."""
         self._home.renew(are_same=held is not None)
         self._job, self._held = job, held
         self._fetcher.belong_to(job)
@@ -129,8 +130,8 @@ class UnitWeights:
         return {member.kept.index for member in self._frozen if member.kept is not None}
 
     def meet(self) -> None:
-        """Waits, for ranks that gather units, until all ranks have used the units that they want. Ranks may then wait for each other in
-        another way."""
+        """Waits until all ranks have used the units that they want, if ranks gather units. Only then may ranks wait for
+        each other in another way."""
         if self._fetcher.rounds is not None:
             self._fetcher.rounds.meet()
 
@@ -149,7 +150,7 @@ class UnitWeights:
         members = [*self._members.values(), *self._frozen]
         try:
             self._home.give_up_all()
-            # After an exception on this rank, the others may be anywhere.
+            # After an exception on this rank nothing is gathered, since other ranks may not come to a gather.
             if sys.exception() is None:
                 self._fetcher.gather_all(members)
             self._fetcher.keep_all(members)
@@ -164,7 +165,8 @@ class UnitWeights:
     def abandon(self) -> None:
         """Gives a model that outlives its optimizer the newest trained weights, if servers can send them. Frozen weights stay on the
         servers, where no step changes them."""
-        # Garbage collection may call this anywhere, even under a lock. So this waits for no thread of the package and no rank.
+        # Garbage collection may call this method anywhere, even under a lock. So the method waits for no rank and for
+        # no thread of the package.
         with contextlib.suppress(LongshoreError):
             self._fetcher.keep_all([*self._members.values()])
         self.release()
@@ -221,13 +223,13 @@ def shard(
         rounds = Rounds(target)
         whole = rounds.least(whole) if budget is None else whole
     resting = sum(p.numel() * p.element_size() for p in model.parameters()) - sum(member.nbytes for member in members)
-    # A module's share of a tied weight's gradient is held until the other modules' shares are added.
+    # Autograd holds one module's part of a tied weight's gradient until it can add the other modules' parts.
     tied = sum(member.nbytes for member in members if member.is_trained and len(member.owners) > 1)
-    # Ranks that reduce hold two buckets: the one being filled and the one before.
+    # Ranks that reduce hold two buckets at a time: one that is being filled, and one that is being reduced.
     buckets = 0 if connection.ranks is None else 2 * connection.ranks.bucket_bytes()
     room = None if whole is None else whole - resting - tied - buckets
     named = [units] if isinstance(units, (str, type, nn.Module)) else units
-    # On a device, sent gradients stay until they are copied, while others are made.
+    # On a device two units have gradients at a time: one's are being copied to the host while another's are made.
     copies = 2 if _is_on_device(members, device) else 1
     cut = _cut(is_gathered, lambda: _model.cut(model, members, named, room, copies), room)
     reserve = max((unit.gradient_bytes for unit in cut), default=0)
@@ -250,7 +252,7 @@ def shard(
     optimizer._units = UnitWeights(home, fetcher, connection.job)
     connection.put_in_units(optimizer._units)
     connection.job.pull_in_units()
-    connection.job.take_unread_weights()  # the fetcher pulls weights itself, even if nobody has read any
+    connection.job.take_unread_weights()  # the fetcher pulls weights itself, so nothing counts as unread
     return Sharded(home, fetcher, whole, resting)
 
 
@@ -281,7 +283,8 @@ def _budget(given: int | str | None, target: torch.device) -> int | None:
 
 
 def _target(members: list[Member], device: torch.device | str | None) -> torch.device:
-    """Returns where the model trains. Autograd has a thread for each device, and units are pinned for the nodes of one thread."""
+    """Returns the one device on which the model trains. Autograd has a thread for each device, and units are pinned for
+    the nodes of one thread only."""
     if device is not None:
         return torch.device(device)
     first = members[0].tensor
@@ -308,7 +311,8 @@ def _is_gathered(weights: str | None, optimizer: Stepping) -> bool:
     if world_size == 1:
         return False
     if weights is None:
-        # Ranks that reduce wait for each other anyway. Without a partition the servers sum, and ranks need no process group.
+        # By default ranks gather if they reduce, since they wait for each other then anyway. Without a partition the
+        # servers sum, and ranks may have no process group.
         return optimizer._options.partition is not None
     if weights == "gathered" and not collectives.can_meet(world_size):
         remedy = "call torch.distributed.init_process_group() before shard(), or pass weights='whole'"
@@ -340,7 +344,8 @@ def _fetcher(
     optimizer: Stepping, connection: Connection, members: list[Member], rounds: Rounds | None, is_on_device: bool
 ) -> Fetcher:
     is_gone = functools.partial(_is_overwritten, weakref.ref(optimizer)) if optimizer._options.delay else lambda _: False
-    # Ranks that reduce or gather end a step's gradients through their own collectives.
+    # Lent memory must be copied before a step's last gradient leaves. Ranks that reduce or gather end a step in
+    # collectives of their own, so they use none.
     is_alone = rounds is None and connection.ranks is None
     lending = Lending(connection.job, connection.image_dtype) if is_alone and is_on_device else None
     return Fetcher(connection.job, connection.version, members, is_gone, _spans(connection), rounds, lending=lending)
@@ -359,7 +364,8 @@ def _take_written(fetcher: Fetcher, was_open: bool) -> None:
     """Keeps a whole copy of each frozen weight that was written since the job was opened. Forward must use the written weights, which
     servers do not have. Weights written later are kept likewise."""
     if fetcher.rounds is not None:
-        # Each rank sees only its own part, and no rank may pull a weight that another rank has written.
+        # A rank notices writes only to its own part, so ranks exchange the names. Each then keeps the written weights
+        # whole, and pulls none of them.
         names = collectives.together(lambda: fetcher.written() if was_open else [])
         fetcher.take_all_of(itertools.chain(*names))
 
@@ -380,12 +386,12 @@ def _is_overwritten(optimizer: "weakref.ref[Stepping]", member: Member) -> bool:
     shard."""
     if member.param is None:
         return False
-    # A job that is joined again has another stream.
+    # The stream is looked up at each call, since a job that is joined again has another one.
     found = optimizer()
     return found is None or found._stream is None or found._stream.has_left(member.param)
 
 
-#: By name, since importing the last one takes a second.
+#: Wrappers of modules that are refused, by the class's name: an import of FullyShardedDataParallel takes a second.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
 
