@@ -1,6 +1,6 @@
-//! Copies of bytes that another process may write meanwhile, and long copies that go past the caches.
+//! Copies of bytes that another process may write during the copy, and long copies that go past the CPU's caches.
 
-/// Unit of a volatile copy: the widest register that every CPU of its kind has.
+/// Unit of a volatile copy: the widest register that every CPU of the architecture has.
 #[cfg(target_arch = "x86_64")]
 type Word = std::arch::x86_64::__m128i;
 #[cfg(target_arch = "aarch64")]
@@ -10,20 +10,20 @@ type Word = u64;
 
 /// Number of words that one turn of the copy's loop moves.
 const STRIDE: usize = 4;
-/// The least bytes that one instruction copies: starting it costs as much as copying 1 KiB.
+/// Least length of a copy by the instruction `rep movsb`, whose start costs as much as copying 1 KiB.
 #[cfg(target_arch = "x86_64")]
 const AT_ONCE_BYTES: usize = 1024;
-/// The least bytes that are written past the caches. An ordinary store first reads its cache line, so memory moves
-/// three bytes for each copied one. A core copies 21 GB/s between tensors and shared memory that way, and 31 past its
-/// caches. Shorter copies go through the caches: their bytes may be used from L2.
+/// Least length of a copy past the caches. An ordinary store first reads its cache line, so memory moves three bytes
+/// for each copied byte. Between tensors and shared memory a core copies 21 GB/s through its caches, and 31 GB/s past
+/// them. Shorter copies go through the caches, since their bytes may be used from L2.
 #[cfg(target_arch = "x86_64")]
 const PAST_CACHES_BYTES: usize = 256 * 1024;
 /// Unit of the stores past the caches.
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
-/// Copies all of `source`, past the caches if it is long. Meant for bytes whose next use comes late: caches would have
-/// dropped them by then.
+/// Copies all of `source`, past the caches if it is long. Meant for bytes that are next used late, when caches would
+/// have dropped them.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -40,9 +40,10 @@ pub fn copy_past_caches(source: &[u8], target: &mut [u8]) {
 
 /// Copies bytes that another process may write during the copy. Each byte is loaded once.
 ///
-/// x86-64 has one instruction for this copy, which memcpy uses for as many bytes. The compiler does not see its loads,
-/// and so assumes nothing of the loaded bytes. A loop of loads and stores takes a fifth to a third longer. Other CPUs,
-/// and short copies, use volatile loads of 16 bytes. Atomic loads have 8 bytes at most, and copy two thirds as fast.
+/// x86-64 has one instruction for this copy, and memcpy uses it for copies of this length too. The compiler does not
+/// see its loads, and so assumes nothing of the loaded bytes. A loop of loads and stores takes a fifth to a third
+/// longer. Other CPUs, and short copies, use volatile loads of 16 bytes. Atomic loads have 8 bytes at most, and copy
+/// two thirds as fast.
 ///
 /// # Safety
 /// `source` is readable for as many bytes as `target` has, and no reference of Rust's lets another thread write them.
@@ -130,7 +131,8 @@ unsafe fn copy_volatile(source: *const u8, target: &mut [u8]) {
         // SAFETY: as above, and a multiple of words from where they are aligned.
         unsafe {
             let (from, to) = (source.add(at).cast::<Word>(), to.add(at).cast::<Word>());
-            // All loads come first. With stores between them the CPU waits where both ends are a page apart.
+            // All loads come first. With stores between the loads, the CPU waits where source and target are whole
+            // pages apart.
             let words: [Word; STRIDE] = std::array::from_fn(|index| from.add(index).read_volatile());
             to.cast::<[Word; STRIDE]>().write_unaligned(words);
         }

@@ -1,4 +1,4 @@
-//! Memory that this process writes and others may map to read.
+//! Memory that this process writes, and that other processes may map to read.
 
 use std::{
     fs::File,
@@ -18,15 +18,15 @@ pub struct SharedFile {
 }
 
 impl SharedFile {
-    /// A file that no other process can write. File seals forbid it once the file is mapped here, whatever rights a
-    /// process has.
+    /// Creates a file that no other process can write. Once the file is mapped here, file seals forbid writes by
+    /// others, whatever rights they have.
     pub(super) fn sealed(bytes: usize) -> io::Result<(Map, SharedFile)> {
         SharedFile::create("longshore-images", bytes, SealFlags::FUTURE_WRITE)
     }
 
-    /// Memory whose pages can be given back ([`Region::give_back`]). The kernel treats that as a write, so a seal
-    /// against writers would forbid it. Only processes of the same user get the file, and they may write to this
-    /// process anyway.
+    /// Creates memory whose pages can be given back ([`Region::give_back`]). The kernel treats the return of a page as
+    /// a write, which a seal against writers would forbid. Only processes of the same user get the file, and they may
+    /// write to this process anyway.
     pub fn lendable(bytes: usize) -> io::Result<(Region, SharedFile)> {
         let (map, file) = SharedFile::create("longshore-gradients", bytes, SealFlags::empty())?;
         Ok((Region::whole(map), file))
@@ -104,7 +104,7 @@ mod tests {
         let mut seen = vec![0; bytes];
         reader.source(0, bytes as u64).copy_to(&mut seen);
         assert!(seen[HUGE_PAGE_BYTES - 1] == 7);
-        // Kernels before 6.1, or without a free huge page, leave small ones.
+        // Kernels before 6.1, or without a free huge page, leave small pages.
         let huge =
             [region.bytes().as_ptr().addr(), reader.address(0, 1)].map(|at| bytes_of("ShmemPmdMapped:", at));
         assert!(huge == [2 * HUGE_PAGE_BYTES; 2] || huge == [0; 2], "{huge:?}");

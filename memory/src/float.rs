@@ -1,14 +1,14 @@
-//! The floating-point mode of a thread. `torch.set_flush_denormal`, `fesetround` and libraries linked with
-//! -ffast-math change it, and new threads inherit it. Arithmetic whose bits are promised runs in the [`Standard`] mode:
+//! The floating-point mode of a thread. `torch.set_flush_denormal`, `fesetround` and libraries linked with -ffast-math
+//! change the mode, and new threads inherit it. Arithmetic whose bits are promised runs in the [`Standard`] mode:
 //! denormals kept, rounding to nearest, no traps.
 
 use std::{hint::black_box, marker::PhantomData};
 
-/// Puts the calling thread into the standard mode while this lives, then restores the mode before. Values computed
-/// meanwhile depend on no setting of the host process.
+/// Puts the calling thread into the standard mode while the value lives, then restores the thread's earlier mode.
+/// Numbers computed in between depend on no setting of the host process.
 pub struct Standard {
     before: Option<Mode>,
-    /// The mode belongs to a thread.
+    /// Keeps the value on its thread, since the mode belongs to that thread.
     _thread: PhantomData<*const ()>,
 }
 
@@ -34,20 +34,20 @@ impl Drop for Standard {
 }
 
 /// Calls `act` in the standard mode. Compilers know nothing of the mode, and may move short arithmetic past a
-/// [`Standard`]. The black boxes keep it inside.
+/// [`Standard`]. The black boxes keep the arithmetic inside.
 #[inline]
 pub fn standard<T>(act: impl FnOnce() -> T) -> T {
     let _standard = Standard::enter();
     black_box(black_box(act)())
 }
 
-/// Puts the calling thread into the standard mode for its life: for threads that belong to Longshore.
+/// Puts the calling thread into the standard mode for its life. Meant for threads that belong to Longshore.
 pub fn standard_thread() {
     std::mem::forget(Standard::enter());
 }
 
-/// The mode of hosts that flush denormals and round down, for tests. Dropping the [`Standard`] restores the mode
-/// before.
+/// The mode of hosts that flush denormals and round down, for tests. Dropping the [`Standard`] restores the earlier
+/// mode.
 #[doc(hidden)]
 pub fn foreign_for_tests() -> Standard {
     let before = Some(read());
@@ -64,7 +64,7 @@ mod x86 {
     pub(super) type Mode = u32;
     /// All traps masked.
     pub(super) const STANDARD: Mode = 0x1F80;
-    /// Everything but the sticky flags of exceptions.
+    /// Mask of all fields except the sticky flags of exceptions.
     pub(super) const CONTROL: Mode = 0xFFC0;
     /// Flush to zero, denormals are zero, rounding down.
     pub(super) const FOREIGN: Mode = STANDARD | 0x8000 | 0x0040 | 0x2000;

@@ -1,4 +1,4 @@
-//! Memory of another process, mapped to be read. Nothing in it can be relied on to stay as it is.
+//! Memory of another process, mapped to be read. Any byte of it may change at any moment.
 
 use std::{os::fd::AsFd, sync::atomic::AtomicU64};
 
@@ -6,13 +6,13 @@ use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 
 use super::{Source, map::Map, region::look};
 
-/// fstatfs's type of a memfd without huge pages of its own. A memfd of huge pages is refused. A read of it would kill
-/// this process on a host without a free huge page.
+/// File system type that fstatfs reports for a memfd without huge pages of its own. A memfd of huge pages is refused:
+/// on a host without a free huge page, reading it kills this process.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// A memfd with file seals, mapped read-only. Its owner may change every byte at any moment, and may free pages, which
-/// then read as 0. The seals keep the file's size, so no read fails. References to its bytes do not exist: see
-/// [`Source`]. The owner may be this process, which then writes through another mapping at other addresses.
+/// then read as 0. The seals keep the file's size, so no read fails. No reference points to its bytes: see [`Source`].
+/// The owner may be this process, which then writes through another mapping at other addresses.
 pub struct Foreign {
     map: Map,
 }
@@ -29,7 +29,7 @@ impl Foreign {
     /// Maps a memfd of another process.
     ///
     /// # Errors
-    /// Unless it is a memfd of exactly `bytes`, at most `most`, that cannot shrink.
+    /// Unless the descriptor is a memfd of exactly `bytes`, at most `most`, that cannot shrink.
     pub fn map(descriptor: impl AsFd, bytes: u64, most: u64) -> Result<Foreign, ForeignError> {
         let descriptor = descriptor.as_fd();
         let invalid = |found: String, limit: &str| ForeignError { found, limit: limit.into() };
@@ -64,12 +64,12 @@ impl Foreign {
         self.len() == 0
     }
 
-    /// Returns true if `bytes` from `offset` lie inside.
+    /// Returns true if `bytes` from `offset` on lie inside the memory.
     pub fn holds(&self, offset: u64, bytes: u64) -> bool {
         offset.checked_add(bytes).is_some_and(|end| end <= self.len())
     }
 
-    /// Returns the version stamp at `offset`. All earlier writes of its writer are visible too.
+    /// Returns the version stamp at `offset`. All writes that the owner made before the stamp are visible too.
     ///
     /// # Panics
     /// If it is not inside or not aligned.

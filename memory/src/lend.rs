@@ -1,5 +1,6 @@
-//! Loans of work to threads that outlive the borrows in it, which safe Rust cannot express. The engine's update
-//! threads run their shares of an update this way. The lender returns after its last borrower, also when it unwinds.
+//! Loans of work to threads that outlive the borrows in it, which safe Rust cannot express. The engine's update threads
+//! run their shares of an update this way. The lender returns only after its last borrower, also when the lender
+//! unwinds.
 
 // loom's models replace atomics and parking.
 #[cfg(loom)]
@@ -19,12 +20,12 @@ use std::{
     thread::{self, Thread},
 };
 
-/// Set once the lender wants its work back. The other bits count the borrowers inside.
+/// Bit that is set once the lender wants its work back. The other bits count the threads that run the work now.
 const RECALLED: usize = 1 << (usize::BITS - 1);
 
 type Task = dyn Fn(usize) + Sync;
 
-/// Work on loan. Clones may be kept for ever, and run nothing once it is recalled.
+/// Work on loan. Clones may be kept for ever, and run nothing once the work is recalled.
 #[derive(Clone)]
 pub struct Loan(Arc<Lent>);
 
@@ -72,7 +73,8 @@ struct Inside<'a>(&'a Lent);
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
-        // Release lets the lender see the work's writes. From here on the work may be gone; the loan is not.
+        // Release lets the lender see the work's writes. From here on the work may be gone, while the loan itself still
+        // lives.
         if self.0.users.fetch_sub(1, Ordering::Release) == RECALLED + 1 {
             self.0.lender.unpark();
         }

@@ -1,5 +1,4 @@
-//! Memory with more than one party to it: mapped, shared with other processes, lent to threads that outlive a
-//! borrow.
+//! Memory that more than one party uses: mappings, memory shared between processes, and work lent to threads.
 //!
 //! A Rust slice promises that its bytes do not change while it lives. So the writer of the bytes decides their type:
 //!
@@ -38,7 +37,7 @@ pub use traffic::Traffic;
 
 /// Limits glibc to two arenas. By default glibc makes eight a core, and each keeps the memory that its threads have
 /// freed. A server's calls move from thread to thread. With eight arenas a core it kept 32 to 98 MB of messages, with
-/// two 28 to 32 MB. Steps took as long. Other allocators are left as they are.
+/// two 28 to 32 MB. Steps took as long with two. Other allocators are left as they are.
 ///
 /// Call this before the process has other threads, whose arenas would stay.
 pub fn few_arenas() {

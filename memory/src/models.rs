@@ -39,7 +39,7 @@ impl Borrowed {
     }
 }
 
-/// Borrowers run the lent work at any time, also after the lender has taken it back.
+/// Borrowers try to run the lent work at any time, also after the lender has taken it back.
 #[test]
 fn loom_a_lender_waits_for_all_who_run_its_work() {
     loom::model(|| {
@@ -58,7 +58,7 @@ fn loom_a_lender_waits_for_all_who_run_its_work() {
     });
 }
 
-/// The lender runs a share itself, as a thread pool does, and checks if others still run theirs.
+/// The lender runs a share itself, as a thread pool does, and checks if borrowers still run their shares.
 #[test]
 fn loom_a_lender_that_works_too_waits_as_well() {
     loom::model(|| {
@@ -112,8 +112,8 @@ fn loom_work_that_unwinds_is_given_back() {
     });
 }
 
-/// Two words of an image, from version 1 to 2, and a reader of another process. Its loads are volatile;
-/// relaxed atomics stand for them here.
+/// A writer takes two words of an image from version 1 to 2, while another process reads them. The reader's loads are
+/// volatile, and relaxed atomics stand for them here.
 #[test]
 fn loom_what_is_read_between_equal_stamps_is_one_version() {
     loom::model(|| {

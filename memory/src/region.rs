@@ -17,8 +17,8 @@ use super::{AllocationError, SharedBytes, map::Map};
 /// Owns its bytes as a `Box<[u8]>` would, but inside a mapping that lives until its last region is dropped.
 ///
 /// Only the region's owner writes these bytes or borrows them. Two kinds of readers do not borrow: the kernel, for a
-/// socket ([`SharedBytes`]), and processes that have the mapping's file. A checksum or a version stamp tells them that
-/// the owner wrote meanwhile.
+/// socket ([`SharedBytes`]), and processes that have the mapping's file. A checksum or a version stamp tells such
+/// readers that the owner wrote during their read.
 pub struct Region {
     start: *mut u8,
     len: usize,
@@ -38,7 +38,8 @@ pub struct Mapping {
 }
 
 impl Region {
-    /// Bytes that are sent after the borrow has ended, and which the region's owner may overwrite meanwhile.
+    /// Returns bytes that are sent after the borrow has ended. The region's owner may overwrite them before they are
+    /// sent.
     ///
     /// # Panics
     /// If the range is not inside.
@@ -73,15 +74,15 @@ impl Region {
         front
     }
 
-    /// Gives the region's whole pages back to the kernel, until something is written there again. Their bytes are
-    /// then 0, in every mapping of a file.
+    /// Gives the region's whole pages back to the kernel, until something is written there again. The bytes are then 0,
+    /// in every mapping of a file.
     pub fn give_back(&mut self) -> io::Result<()> {
         // SAFETY: &mut self makes the access exclusive, and zeros are valid bytes.
         unsafe { self.map.remove(self.place()) }
     }
 
-    /// Reserves the region's space in a file that outlives the process. Without it, a store to a page that the file
-    /// system cannot give would kill the process. Bytes that are there stay.
+    /// Reserves the region's space in a file that outlives the process. Without the reservation, a store to a page that
+    /// the file system cannot give would kill the process. Existing bytes stay.
     pub fn reserve(&self) -> Result<(), AllocationError> {
         let bytes = self.len;
         self.map.reserve(self.place()).map_err(|source| AllocationError { bytes, source })
@@ -162,11 +163,11 @@ impl AtomicWords {
     }
 }
 
-/// A version stamp beside bytes whose readers take no lock: an atomic, or a model's. Bytes read between two equal
-/// stamps are of that version.
+/// A version stamp beside bytes whose readers take no lock: an atomic of std, or of loom in a model. Bytes read between
+/// two equal stamps are of that version.
 ///
-/// The writer sets the stamp to 0 before it changes the first byte. Once the last byte is written, the stamp is the
-/// version's. A reader looks at the stamp, reads, and looks again.
+/// The writer sets the stamp to 0 before it changes the first byte. Once the last byte is written, the writer sets the
+/// version's stamp. A reader looks at the stamp, reads, and looks again.
 pub(crate) trait Stamp {
     fn load(&self, order: Ordering) -> u64;
     fn store(&self, value: u64, order: Ordering);
@@ -207,7 +208,7 @@ pub(crate) fn publish<S: Stamp>(stamp: &S, value: u64) {
 
 /// Returns the stamp, after all earlier reads of bytes and before all later ones.
 ///
-/// The load is relaxed: readers map stamps read-only, where Rust promises no other order of loads.
+/// The load is relaxed: readers map stamps read-only, and Rust allows only relaxed loads from such memory.
 pub(crate) fn look<S: Stamp>(stamp: &S) -> u64 {
     S::fence(SeqCst);
     let value = stamp.load(Ordering::Relaxed);

@@ -12,12 +12,12 @@ use super::map::Map;
 
 /// A part of a [`Region`](super::Region) that is sent while the region's owner may write it.
 ///
-/// Rust code cannot read these bytes soundly. The owner writes them with ordinary stores. A load that races with those
-/// is undefined behaviour, even an atomic one. So this type only gives their address to a system call
+/// Rust code cannot read these bytes soundly. The owner writes them with ordinary stores. A load that races with such a
+/// store is undefined behaviour, even an atomic load. So this type only gives their address to a system call
 /// ([`write_parts`]). The kernel reads each byte as it is just then, which is no access of this program. A receiver
 /// accepts the bytes only with a checksum that was taken under the owner's lock.
 ///
-/// Code of this process copies the bytes from the region, under its owner's lock.
+/// Code of this process that needs the bytes copies them from the region, under the owner's lock.
 #[derive(Clone)]
 pub struct SharedBytes {
     start: *const u8,
@@ -39,7 +39,7 @@ impl SharedBytes {
         SharedBytes { start, len, map, held: None }
     }
 
-    /// Keeps `what` alive as long as itself and its clones.
+    /// Keeps `what` alive as long as the result and its clones.
     #[must_use]
     pub fn holding(self, what: Arc<dyn Any + Send + Sync>) -> SharedBytes {
         SharedBytes { held: Some(what), ..self }
@@ -89,10 +89,10 @@ impl Part<'_> {
     }
 }
 
-/// Most parts that one call writes. Further parts are left for the next call.
+/// Largest number of parts that one call writes. Further parts are left for the next call.
 pub const MOST_PARTS: usize = 64;
 
-/// Writes to a socket, a pipe or a file, as `writev` does; returns how many bytes it took.
+/// Writes to a socket, a pipe or a file, as `writev` does. Returns the number of bytes taken.
 pub fn write_parts(to: impl AsFd, parts: &[Part<'_>]) -> io::Result<usize> {
     let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; MOST_PARTS];
     let count = parts.len().min(MOST_PARTS);

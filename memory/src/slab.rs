@@ -44,7 +44,7 @@ pub struct Slab {
 }
 
 impl Slab {
-    /// Returns the bytes that regions of these sizes take together, which [`Slab::carve`] will need.
+    /// Returns the number of bytes that [`Slab::carve`] needs for regions of these sizes.
     pub fn bytes_for(sizes: impl IntoIterator<Item = usize>) -> usize {
         sizes.into_iter().map(|size| size.next_multiple_of(REGION_ALIGN)).sum()
     }
@@ -53,8 +53,8 @@ impl Slab {
         Slab::allocate_sparse(bytes, bytes)
     }
 
-    /// Maps `bytes`, of which `used` will be touched at once. The kernel is asked for those: it refuses more than the
-    /// host can have.
+    /// Maps `bytes`, of which `used` will be touched at once. The kernel refuses the map if the host cannot have `used`
+    /// bytes.
     pub fn allocate_sparse(bytes: usize, used: usize) -> Result<Slab, AllocationError> {
         let [bytes, used] = [bytes, used].map(|bytes| bytes.max(REGION_ALIGN));
         let mapped = match used < bytes {
@@ -78,11 +78,11 @@ impl Slab {
         Ok((Slab { map }, file))
     }
 
-    /// Maps the start of a file that outlives the process, and makes the file that long. Its space is reserved where
-    /// the slab is carved and touched. The file's content stays.
+    /// Maps the start of a file that outlives the process, and makes the file that long. The file's space is reserved
+    /// where the slab is carved and touched. The file's content stays.
     ///
-    /// The file must be this process's own: private to its user, in a folder that it has locked. Nobody else
-    /// then truncates it or writes to it.
+    /// The file must be this process's own: private to its user, in a folder that it has locked. No other process then
+    /// truncates the file or writes to it.
     pub fn over_file(file: File, bytes: usize) -> Result<Slab, AllocationError> {
         let bytes = bytes.max(REGION_ALIGN);
         let failed = |source: io::Error| AllocationError { bytes, source };
@@ -95,10 +95,10 @@ impl Slab {
     /// Cuts the slab into exclusive regions, in order, and touches all of them. So no later step pays for a page fault.
     /// An overcommitted host fails here, not in the middle of training.
     ///
-    /// Each thread of `near` touches the part of a region whose blocks it will update. This also puts the
-    /// part on the thread's NUMA node (no mbind: first touch decides). First touch costs most of an
-    /// allocation. Of memory that the kernel has at hand, one thread or two touch 24 GB/s. A virtual machine whose host
-    /// must provide the memory touched 4.3 to 5.8 GB/s, with one thread or two.
+    /// Each thread of `near` touches the part of a region whose blocks it will update. This also puts the part on the
+    /// thread's NUMA node (no mbind: first touch decides). First touch costs most of an allocation. Memory that the
+    /// kernel has at hand is touched at 24 GB/s, with one thread or two. Where the host of a virtual machine must first
+    /// provide the memory, the rate was 4.3 to 5.8 GB/s.
     ///
     /// # Panics
     /// If the sizes need more than the slab has.
@@ -106,8 +106,8 @@ impl Slab {
         self.carve_touching(sizes, |_| true, near)
     }
 
-    /// Cuts the slab as [`Slab::carve`] does, and touches only the regions whose index `is_used`. Others take address
-    /// space alone until their first use.
+    /// Cuts the slab as [`Slab::carve`] does, and touches only the regions whose index `is_used`. Other regions take
+    /// only address space until their first use.
     pub fn carve_touching(
         self,
         sizes: &[usize],
@@ -159,10 +159,10 @@ impl Slab {
         regions.map(|(start, &size)| Region::new(Arc::clone(&map), start, size)).collect()
     }
 
-    /// Touches regions. Those without a gap between them are a run, and nothing outside of the runs is touched.
+    /// Touches regions. Regions without a gap between them form a run, and nothing outside of the runs is touched.
     fn touch(&self, regions: &[Range<usize>], runs: &[Range<usize>], near: &impl Near) -> io::Result<()> {
         let failed = OnceLock::new();
-        // Parts are fractions of a region, so one sharing serves regions of any size.
+        // A part is a fraction of a region, so one division among threads serves regions of any size.
         const PARTS: usize = 1 << 20;
         near.shares(PARTS, &|share: Range<usize>| {
             for region in regions {
@@ -181,7 +181,7 @@ impl Slab {
                     continue;
                 }
                 if let Err(error) = self.map.populate(from..to) {
-                    // The first failure of all threads is the slab's.
+                    // Only the first failure among the threads is returned.
                     let _ = failed.set(error);
                     return;
                 }
@@ -189,7 +189,7 @@ impl Slab {
         });
         match failed.into_inner() {
             Some(error) if error.kind() == io::ErrorKind::InvalidInput => {
-                // Before Linux 5.14 the first use of a page touches it.
+                // Before Linux 5.14 no call touches pages ahead, so their first use does.
                 tracing::debug!(%error, "could not touch memory ahead of its use");
                 Ok(())
             }
@@ -213,8 +213,8 @@ fn advise_huge_pages(map: &Map) {
     }
 }
 
-/// Returns why the kernel refuses huge pages, by its setting: the mode in brackets is in force. A kernel
-/// without the file has refused the advice already.
+/// Returns why the kernel refuses huge pages, by its setting: the mode in brackets is in force. A kernel without this
+/// file refuses the advice itself, as the caller has already seen.
 fn refusal(setting: &Path) -> Option<String> {
     let modes = fs::read_to_string(setting).ok()?;
     modes.contains("[never]").then(|| format!("{} is set to never", setting.display()))

@@ -1,4 +1,4 @@
-//! Elements to compute with. This process owns them, or another one may write them meanwhile.
+//! Elements to compute with. This process owns the elements, or another process may write them during a read.
 
 use std::{fmt, marker::PhantomData, ops::Range};
 
@@ -11,21 +11,21 @@ impl Element for u8 {}
 impl Element for u16 {}
 impl Element for f32 {}
 
-/// Bytes of a piece that is copied before it is looked at: half of the smallest L1 cache.
+/// Size of the pieces that are copied before they are used: half of the smallest L1 cache.
 const PIECE_BYTES: usize = 16 * 1024;
 
-/// Elements in a row that can be read while it lives.
+/// Elements in a row that can be read while the source lives.
 ///
-/// Elements that another process may write have no reference, and lie in no allocation of Rust's. Each read of one is
-/// volatile, and returns whatever the bytes are just then: two reads may differ. So these elements are numbers to
+/// Elements that another process may write have no reference, and lie in no allocation of Rust's. Each read of an
+/// element is volatile, and returns the bytes of that moment: two reads may differ. So these elements are numbers to
 /// compute with. An index, a length or a check must use a copy.
 ///
-/// Vector kernels load from [`Source::as_ptr`] with the intrinsics of their instruction set. Such a kernel
-/// loads each element once for each use, and concludes nothing from it but sums and products.
+/// Vector kernels load from [`Source::as_ptr`] with the intrinsics of their instruction set. Such a kernel loads each
+/// element once for each use, and computes nothing but sums and products from it.
 pub struct Source<'a, T> {
     start: *const T,
     len: usize,
-    /// True if the elements stay unchanged while this lives, so that they may be borrowed.
+    /// True if the elements stay unchanged while the source lives, so that they may be borrowed.
     owned: bool,
     from: PhantomData<&'a [T]>,
 }
@@ -46,7 +46,7 @@ impl<T> Clone for Source<'_, T> {
 impl<T> Copy for Source<'_, T> {}
 
 impl<T> fmt::Debug for Source<'_, T> {
-    /// The elements are left out, since another process may write them.
+    /// Shows the elements' number and address only, since another process may write the elements.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} elements at {:p}", self.len, self.start)
     }
@@ -112,7 +112,7 @@ impl<'a, T> Source<'a, T> {
 }
 
 impl<'a, T: Element> Source<'a, T> {
-    /// Copies all elements, many of them past the caches.
+    /// Copies all elements. A long copy goes past the caches.
     ///
     /// # Panics
     /// If the lengths differ.

@@ -1,10 +1,10 @@
 //! Memory traffic of an update without its arithmetic: the least that an update can cost. `longshore bench update`
-//! compares with it. Stores past the caches have no safe form, so the module is in this crate.
+//! compares updates with it. Stores past the caches have no safe form, so the module is in this crate.
 
 use std::hint::black_box;
 
-/// Elements of every array that are moved at a time. Of an array with n bytes an element these are n whole cache lines.
-/// Remaining bytes of an array, such as the scales of 8-bit moments, follow at the end.
+/// Elements of every array that are moved at a time. In an array with n bytes an element, a group is n whole cache
+/// lines. Remaining bytes of an array, such as the scales of 8-bit moments, follow at the end.
 const GROUP: usize = 64;
 const LINE: usize = 64;
 
@@ -14,7 +14,7 @@ pub struct Traffic<'a> {
     pub read: &'a [u8],
     /// Read and written back unchanged: master weights and state. Unused arrays are empty.
     pub update: [&'a mut [u8]; 3],
-    /// Written once with any bytes, past the caches as kernels write images.
+    /// Written once, with any bytes: the image. The bytes go past the caches, as kernels write images.
     pub write: &'a mut [u8],
 }
 
@@ -67,8 +67,8 @@ impl Traffic<'_> {
     }
 }
 
-/// Each array with its lines a group: 64 elements of n bytes are n lines of 64 bytes. Arrays that are updated also
-/// have their lines after the last group.
+/// Each array with its number of lines in a group. A group of 64 elements of n bytes is n lines of 64 bytes. Arrays
+/// that are updated also have their lines after the last group.
 struct Arrays {
     groups: usize,
     read: (*const u8, usize),
@@ -76,12 +76,13 @@ struct Arrays {
     write: (*mut u8, usize),
 }
 
-/// The loop over groups and lines, for one kind of register. Bytes are written back xored with a zero that
-/// the compiler does not know. Otherwise the compiler would leave the store out.
+/// The loop over groups and lines, for one kind of register. Bytes are written back xored with a zero that the compiler
+/// does not know. Otherwise the compiler would leave out stores of unchanged bytes.
 macro_rules! loops {
     ($arrays:ident, $vector:ty, $zero:expr, $ones:expr, $load:path, $xor:path, $store:path, $stream:path) => {{
         let zero: $vector = black_box($zero);
-        // The written bytes are not zero, since Zen 5 stores lines of zeros faster. The loop took 12 % less time.
+        // The written bytes are not zero, since Zen 5 stores lines of zeros faster. With zeros the loop took 12 % less
+        // time.
         let mut mixed: $vector = black_box($ones);
         for group in 0..$arrays.groups {
             let line = |(start, lines): (*mut u8, usize), index: usize, part: usize| {

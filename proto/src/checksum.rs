@@ -3,7 +3,7 @@
 use crate::ids::Version;
 
 /// Returns the CRC-32 of zlib, gzip and Python's `zlib.crc32`, so a stock client needs no extra library. The CPU's
-/// carry-less multiply computes it faster than a memory copy.
+/// carry-less multiply computes the sum faster than memory is copied.
 pub fn crc32(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32IsoHdlc, bytes) as u32
 }
@@ -24,7 +24,7 @@ impl Crc32 {
         self.0.update(bytes);
     }
 
-    /// Copies `source` to `target` and adds it to the sum, in one pass over memory.
+    /// Copies `source` to `target` and adds the bytes to the sum, in one pass over memory.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -50,8 +50,8 @@ impl Default for Crc32 {
 /// BLAKE3 of a block's master, first and second moment, each as little-endian bytes.
 pub type BlockHash = [u8; 32];
 
-/// Returns the state hash of a version: BLAKE3 over version, applied steps and block hashes in block order. Blocks
-/// are global, so the hash depends on neither shard size nor placement.
+/// Returns the state hash of a version: BLAKE3 over version, applied steps and block hashes in block order. Blocks are
+/// numbered over the whole flat space, so the hash depends on neither shard size nor placement.
 pub fn state_hash<'a>(
     version: Version,
     applied: u64,

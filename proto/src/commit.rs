@@ -10,18 +10,17 @@ use crate::{
     placement::PlacementChange,
 };
 
-/// Prefix of the name of a wait for a decision. If several servers wait, a wait with another prefix explains the
-/// missing decision.
+/// Start of the name of a wait for rank 0's decision. Where several servers wait, a wait with another name shows why
+/// the decision is missing.
 pub const DECISION_AWAITED: &str = "the decision on ";
-/// Prefix of the name of a wait for another server's state of a shard. Such a wait explains why
-/// ranks send no gradients.
+/// Start of the name of a wait for a shard's state on another server. Such a wait explains why ranks send no gradients.
 pub const STATE_AWAITED: &str = "the state of ";
 
 /// Decision to apply or skip a step, with everything that its update needs. All servers of a job get the same commit.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Commit {
     pub step: Step,
-    /// Overflow: the version rises and no state is updated.
+    /// The gradient overflowed: the version rises and no state is updated.
     pub skip: bool,
     /// Divisor of the summed gradient: loss scale x world size x micro-steps.
     pub gradient_scale: f64,
@@ -38,8 +37,8 @@ pub struct Commit {
     pub loss_scale: f64,
     /// Resume data of the trainer, opaque to servers.
     pub trainer_state: Vec<u8>,
-    /// Incarnation of the rank 0 that decided, or 0 if the client did not send it. Step and `decided_by` together name
-    /// a version uniquely.
+    /// Incarnation of the rank 0 that decided, or 0 if the client sent none. Step and `decided_by` together name a
+    /// version uniquely.
     #[serde(default)]
     pub decided_by: Incarnation,
     /// Reason of the pause that this decision begins. Empty: no pause.
@@ -93,11 +92,11 @@ impl Commit {
 /// Correction of the delay: the difference between a version's images and its master weights z.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub enum Correction {
-    /// Images are `cast(z)`. Exact steps and evaluations read these.
+    /// Images are `cast(z)`. Exact steps and evaluations read such images.
     #[default]
     None,
     /// Images are ahead of z by the known part of the next step; docs/protocol.md has the formula. The learning rates
-    /// are this step's, in the order of the param groups. Commits of earlier releases hold the next step's.
+    /// are this step's, in the order of the param groups. Commits of earlier releases hold the next step's rates.
     LookAhead(Vec<f64>),
 }
 
@@ -139,7 +138,7 @@ impl Correction {
     }
 }
 
-/// Checks the length of a pause's reason, for a commit and for a pause without one.
+/// Checks the length of a pause's reason. A pause comes with a commit, or as a call of its own.
 pub fn check_pause_reason(field: &str, reason: &str) -> Result<(), Fault> {
     if reason.len() <= MAX_PAUSE_REASON_BYTES {
         return Ok(());

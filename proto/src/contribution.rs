@@ -22,7 +22,7 @@ impl fmt::Display for Contribution {
     }
 }
 
-/// A version's number and decision. The number alone is ambiguous: a step back reuses it.
+/// A version's number and decision. The number alone is ambiguous, since a step back gives it to another decision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reads {
     pub version: Version,
@@ -30,7 +30,7 @@ pub struct Reads {
     pub decided_by: Incarnation,
 }
 
-/// Number that tells which processes contributed, to one shard or to all of a server's shards. Equal numbers mean
+/// Number that tells which processes contributed to one shard, or to all shards of a server. Equal numbers mean
 /// bit-equal gradients, since a process never computes a batch twice. 0 is an unknown origin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin(pub u64);

@@ -10,13 +10,13 @@ pub const ORIGIN: &str = "commit.origin";
 pub const READS: &str = "push.reads";
 /// Field of a conflict: another rank computes the same step with another version.
 pub const READS_VERSION: &str = "push.reads_version";
-/// Field of a commit that waits for gradients of processes that have joined again.
+/// Field of a commit's fault while the commit waits for gradients of ranks that have joined again.
 pub const OWED: &str = "commit.gradients";
-/// Limit of a missing job that the server has deleted since it started.
+/// Limit in the fault of a missing job, if the server has deleted that job since the server started.
 pub const DELETED: &str = "open on this server, which has deleted it";
 
-/// Most bytes of each of a fault's four texts on the wire. Each text is sent twice, in message and details. All of them
-/// fit the 16 KiB of headers that gRPC libraries accept.
+/// Largest size of each of a fault's four texts on the wire. Each text is sent twice, in message and details. The eight
+/// copies fit the 16 KiB of headers that gRPC libraries accept.
 const MOST_TEXT_BYTES: usize = 1024;
 
 /// Class of a fault, from which a caller decides whether to retry. `wire::status` maps it to a gRPC
@@ -25,11 +25,11 @@ const MOST_TEXT_BYTES: usize = 1024;
 pub enum FaultKind {
     /// The request is invalid in every state.
     Invalid,
-    /// The request contradicts something already accepted.
+    /// The request contradicts a request that was already accepted.
     Conflict,
     /// The request names something that does not exist.
     NotFound,
-    /// The request is wrong in this state; it may be right later or earlier.
+    /// The request is wrong in the present state of the job or server, and may be right in another state.
     Precondition,
     /// The caller has not shown who it is.
     Unauthenticated,
@@ -37,19 +37,19 @@ pub enum FaultKind {
     Forbidden,
     /// A newer incarnation has taken the rank.
     Fenced,
-    /// The request does not fit.
+    /// The request needs more memory, places or disk than is free.
     Exhausted,
     /// The request was not completed in time.
     Deadline,
     /// Bytes differ from their checksum.
     Corrupt,
-    /// The server is going away, or is not reachable.
+    /// The server is stopping, or is not reachable.
     Unavailable,
     /// A defect or a failed device on the server.
     Internal,
 }
 
-// These names are sent and documented, so they stay.
+// Clients read these names from the wire and the documentation, so no name may change.
 named!(FaultKind;
     Invalid = "INVALID",
     Conflict = "CONFLICT",
@@ -106,7 +106,8 @@ impl Fault {
         Fault::new(FaultKind::Invalid, field, value, limit, remedy)
     }
 
-    /// Returns the fault with each text cut, as a server sends and keeps it. A value may quote megabytes of a message.
+    /// Returns the fault with each text cut to the size that a server sends and keeps. A value may quote megabytes of a
+    /// message.
     pub fn cut(&self) -> Fault {
         let cut = |text: &String| match text.len() {
             ..=MOST_TEXT_BYTES => text.clone(),

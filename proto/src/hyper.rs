@@ -4,7 +4,7 @@ use crate::{fault::Fault, named::named};
 
 macro_rules! rules {
     ($($rule:ident = $number:literal, $name:literal, $arrays:expr, $look_ahead:expr;)*) => {
-        /// An update rule. Its arithmetic is a file of the engine's `kernels/rules`.
+        /// An update rule. Its arithmetic is in a file of the engine's `kernels/rules`.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
         #[serde(rename_all = "lowercase")]
         pub enum Rule {
@@ -37,7 +37,7 @@ macro_rules! rules {
 }
 
 // Look-ahead needs momentum, which Adagrad lacks. Lion's steps all have one size, so its state does not show which
-// element is about to change sign. NAdam's weights are ahead of its momentum already.
+// element is about to change sign. NAdam's update already contains the next step's momentum.
 rules! {
     AdamW = 1, "adamw", [Moment::Signed, Moment::Squares], true;
     Adam = 2, "adam", [Moment::Signed, Moment::Squares], true;

@@ -23,7 +23,7 @@ use crate::{
 #[serde(transparent)]
 pub struct JobName(String);
 
-/// Characters of a wrong name that an error quotes. Escaped, a character takes at most 10 bytes.
+/// Number of characters of a refused name that an error quotes. Escaped, a character takes at most 10 bytes.
 const MAX_QUOTED_CHARS: usize = 16;
 
 impl JobName {
@@ -39,7 +39,8 @@ impl JobName {
             return Ok(JobName(text.to_string()));
         }
         let limit = format!("1 to {MAX_JOB_NAME_BYTES} of A-Z a-z 0-9 . _ - and not start with a dot");
-        // The error quotes only the beginning: a server holds its answer in memory until the client reads it.
+        // The error quotes only the name's beginning, because a server holds the answer in memory until the client
+        // reads it.
         let beginning: String = text.chars().take(MAX_QUOTED_CHARS).collect();
         let rest =
             if beginning.len() < text.len() { format!("... ({} bytes)", text.len()) } else { String::new() };
@@ -66,18 +67,18 @@ pub struct JobSpec {
     /// The largest number of ranks. Each time that the ranks start, fewer may take part.
     pub world_size: u32,
     pub micro_steps: u32,
-    /// 0: exact steps only. 1: room for one delayed step.
+    /// Largest delay. 0: exact steps only. 1: also steps that compute with the version before.
     pub max_delay: u32,
     pub shard_elements: u64,
     pub tier: TierKind,
     /// Formats of master weights and moments.
     #[serde(default, skip_serializing_if = "Formats::is_default")]
     pub formats: Formats,
-    /// Contributors of each run of parameters; a frozen partition has none. Empty: all ranks contribute to all
-    /// parameters.
+    /// Contributors of each run of parameters. A frozen partition has no contributors. Empty: all ranks contribute to
+    /// all parameters.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partitions: Vec<Partition>,
-    /// Steps leave out parameters without a gradient. Such a gradient is -0 in every element.
+    /// Steps leave out parameters that got no gradient. Ranks send -0 in every element for such a parameter.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub leave_out: bool,
     /// Number of servers that hold each shard: 1 or 2. With 2 the loss of a server loses no step.
@@ -120,7 +121,7 @@ impl JobSpec {
         }
     }
 
-    /// The placement of a new job on these servers.
+    /// Returns the placement of a new job on these servers.
     pub fn striped(&self, servers: Vec<String>, shards: u32) -> Placement {
         let placement = Placement::striped(servers, shards);
         if self.replicas > 1 { placement.with_replicas() } else { placement }
@@ -189,7 +190,8 @@ impl JobSpec {
         Ok(())
     }
 
-    /// Returns the first parameters of partitions, without parameter 0. Offsets in the flat space depend on them.
+    /// Returns the first parameter of each partition except the first. A partition begins at a whole block, so these
+    /// parameters decide offsets in the flat space.
     pub fn partition_starts(&self) -> Vec<u32> {
         self.partitions.iter().skip(1).map(|partition| partition.first).collect()
     }
@@ -199,27 +201,28 @@ impl JobSpec {
         frozen.map(|partition| partition.first).collect()
     }
 
-    /// Returns `other`'s partitions if both specs lay out parameters alike: equal starts and equal frozen starts. Else
-    /// its own.
+    /// Returns `other`'s partitions if both specs lay out parameters alike: equal starts and equal frozen starts.
+    /// Otherwise returns this spec's partitions.
     pub fn partitions_as(&self, other: &JobSpec) -> Vec<Partition> {
         let is_alike = self.partition_starts() == other.partition_starts()
             && self.frozen_starts() == other.frozen_starts();
         if is_alike { other.partitions.clone() } else { self.partitions.clone() }
     }
 
-    /// Returns how many contributions this many ranks make to a step, which is a factor of the commit's gradient
-    /// scale. A shard with fewer contributors is divided by [`JobSpec::share`] of that scale.
+    /// Returns the number of contributions that this many ranks make to a step: a factor of the commit's gradient
+    /// scale. The gradient of a shard with fewer contributors is divided by the scale times [`JobSpec::share`].
     pub fn contributions(&self, world_size: u32) -> u64 {
         u64::from(world_size) * u64::from(self.micro_steps)
     }
 
-    /// Returns true if fewer ranks than `world_size` may train: all of them contribute to every trained parameter.
+    /// Returns true if fewer ranks than `world_size` may train, which needs all ranks to contribute to every trained
+    /// parameter.
     pub fn takes_fewer_ranks(&self) -> bool {
         let is_whole = |of: &Partition| of.is_frozen() || of.ranks.len() == self.world_size as usize;
         self.partitions.iter().all(is_whole)
     }
 
-    /// The same job with room for another number of ranks.
+    /// Returns the same job for another number of ranks.
     pub fn of_ranks(&self, world_size: u32) -> JobSpec {
         let whole = |of: &Partition| Partition { first: of.first, ..Partition::whole(world_size) };
         let sized = |of: &Partition| if of.is_frozen() { of.clone() } else { whole(of) };
@@ -231,7 +234,7 @@ impl JobSpec {
         self.partitions.iter().any(Partition::is_frozen)
     }
 
-    /// Returns the fraction of ranks that contribute to a shard: 1 for all of them, 0 if frozen.
+    /// Returns the fraction of ranks that contribute to a shard: 1 for all ranks, 0 for a frozen shard.
     pub fn share(&self, contributors: &[Rank]) -> f64 {
         contributors.len() as f64 / f64::from(self.world_size)
     }

@@ -123,7 +123,7 @@ impl Layout {
         Ok(Layout { placed, partitions: cuts, elements, shard_elements })
     }
 
-    /// Returns the elements of the flat space, a whole number of blocks.
+    /// Returns the number of elements of the flat space, which is a whole number of blocks.
     pub fn elements(&self) -> u64 {
         self.elements
     }
@@ -251,7 +251,7 @@ impl Layout {
     pub fn block_params(&self, block: BlockId) -> Vec<(Range<usize>, usize)> {
         let start = u64::from(block.0) * BLOCK_ELEMENTS;
         let begin = self.params_from(start + 1..start + BLOCK_ELEMENTS);
-        // A parameter begins at element 0, so `begin.start` is at least 1.
+        // A parameter begins at element 0 of the flat space, so `begin.start` is at least 1.
         let first = begin.start - 1;
         let at = |param: usize| self.placed[param].range.start.saturating_sub(start) as usize;
         let ends = begin.clone().map(at).chain([BLOCK_ELEMENTS as usize]);

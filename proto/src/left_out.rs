@@ -1,5 +1,5 @@
-//! Parameters that steps leave out for lack of a gradient, with the number of steps each missed. Uploaded state may
-//! have missed steps, too.
+//! Parameters that steps leave out for lack of a gradient, with the number of steps each missed. A parameter of
+//! uploaded state may have missed steps, too.
 
 use std::iter::Peekable;
 
@@ -33,7 +33,7 @@ pub fn advance(before: &[LeftOut], without: &[u32], skip: bool) -> Vec<LeftOut> 
     advanced
 }
 
-/// Returns the smaller of the two next parameters.
+/// Returns the smaller of the next parameters of both lists.
 fn next<'a>(
     known: &mut Peekable<impl Iterator<Item = &'a LeftOut>>,
     without: &mut Peekable<impl Iterator<Item = u32>>,
@@ -49,7 +49,7 @@ pub fn now(left_out: &[LeftOut]) -> impl Iterator<Item = u32> {
     left_out.iter().filter(|left_out| left_out.now).map(|left_out| left_out.param)
 }
 
-/// Checks a commit's list against the number of parameters. The server separately checks that it follows from the
+/// Checks a commit's list against the number of parameters. The server separately checks that the list follows from the
 /// commit before. `may` permits the commit's step to leave parameters out.
 pub(crate) fn check(left_out: &[LeftOut], params: usize, may: bool) -> Result<(), Fault> {
     let remedy = "make it from the commit before and from Training.Stats";

@@ -1,4 +1,5 @@
-//! Text from outside as terminals, logs and statuses show it: without characters that act instead of being read.
+//! Text from outside, made safe for terminals, logs and statuses. Escapes replace characters that act instead of being
+//! read, as those that clear a screen.
 
 use std::borrow::Cow;
 
@@ -24,7 +25,7 @@ pub fn legible(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
-/// Acts like [`legible`], and keeps ends of lines.
+/// Does the same as [`legible`], except that ends of lines stay.
 pub fn legible_lines(text: &str) -> Cow<'_, str> {
     if !text.contains(|letter| letter != '\n' && acts(letter)) {
         return Cow::Borrowed(text);

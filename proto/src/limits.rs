@@ -2,11 +2,11 @@
 
 use std::{ops::RangeInclusive, time::Duration};
 
-/// Number of the protocol. A field that changes bits or meaning raises it.
+/// Number of the protocol. A new field that changes a result's bits or a message's meaning raises the number.
 pub const PROTOCOL: u32 = 1;
 
 /// Elements of a block, the unit of norms, checksums and parallel update. At 14 bytes of state and gradient an element,
-/// a block is 900 KiB. The working set of a block stays in a core's 1 MiB L2.
+/// a block is 900 KiB. Its working set then stays in a core's 1 MiB L2.
 pub const BLOCK_ELEMENTS: u64 = 64 * 1024;
 /// Alignment of each parameter's start: 64 fp32 elements are four cache lines, so no two parameters share a line.
 pub const ALIGN_ELEMENTS: u64 = 64;
@@ -19,55 +19,59 @@ pub const DEFAULT_SHARD_ELEMENTS: u64 = 4 * 1024 * 1024;
 pub const MAX_SHARD_ELEMENTS: u64 = 1 << 30;
 
 /// Memory of a server's process beside its jobs' admitted need: code, threads, and the allocator's cache of messages.
-/// With two arenas (`memory::few_arenas`) it was up to 32 MB in the 12 configurations of docs/plan.md.
+/// With two arenas (`memory::few_arenas`) a process took up to 32 MB in the 12 configurations of docs/plan.md.
 pub const PROCESS_BYTES: u64 = 32 * 1024 * 1024;
 
-/// Part of a step's time that updates may wait for moving shards, unless an operator sets another. A move then makes a
-/// step at most a twentieth longer.
+/// Part of a step's time that updates may wait for moving shards, unless an operator sets another part. A move then
+/// makes a step at most a twentieth longer.
 pub const DEFAULT_MAX_EXPOSED: f64 = 0.05;
 
 /// Largest payload of one data-plane message.
 pub const CHUNK_BYTES: usize = 1024 * 1024;
 /// HTTP/2 window of a server's data connection: bytes in flight while the server does not read. With windows of 16 MiB,
-/// 16 ranks with two connections each had 300 MiB in flight. At 2 MiB pushes are as fast (0.85 of raw TCP).
+/// 16 ranks with two connections each had 300 MiB in flight. Pushes are as fast with 2 MiB: 0.85 of raw TCP.
 pub const WINDOW_BYTES: usize = 2 * CHUNK_BYTES;
 /// Default number of data connections from a rank to each server.
 pub const DATA_CONNECTIONS: usize = 2;
 /// Largest memory of one data connection on a server: its window, the current frame, and memory that the allocator
-/// keeps. Of earlier frames and upload messages the allocator keeps several, since tonic's codec buffers them twice.
+/// keeps. The allocator keeps several earlier frames and upload messages, since tonic's codec buffers each message
+/// twice.
 pub const CONNECTION_BYTES: usize = WINDOW_BYTES + 5 * CHUNK_BYTES;
 /// Additional memory of a connection if images are read from drives, or frozen weights from the state. The memory holds
-/// messages built, queued and being sent. With sixteen ranks and gradients on drives too, a connection came to 9 MiB in
+/// messages built, queued and being sent. With sixteen ranks, and gradients on drives too, a connection took 9 MiB in
 /// all.
 pub const SPILLED_PULL_BYTES: usize = 4 * CHUNK_BYTES;
-/// Exports of one job that a server serves at once. Each export reads all of the job's weights between two updates.
+/// Largest number of exports of one job that a server serves at once. Each export reads all of the job's weights
+/// between two updates.
 pub const MAX_EXPORTS_AT_ONCE: usize = 4;
-/// Checkpoints of one job that a server writes at once: one of training's and one of an operator's.
+/// Largest number of checkpoints of one job that a server writes at once: training's and an operator's.
 pub const MAX_CHECKPOINTS_AT_ONCE: usize = 2;
-/// Memory of a snapshot (export, checkpoint, state hash) beside the part that the server's budget lends it during
-/// training.
+/// Memory of a snapshot (export, checkpoint, state hash) beside the memory that the server's budget lends to it.
 pub const SNAPSHOT_BYTES: usize = 8 * 1024 * 1024;
-/// Connections from a worker to a server: control, data, and one replacement while a dead connection is not yet
-/// detected.
+/// Connections from a worker to a server: one for control, [`DATA_CONNECTIONS`], and a replacement while a dead
+/// connection is undetected.
 pub const CONNECTIONS_PER_RANK: usize = DATA_CONNECTIONS + 2;
 
 // The limits below bound the memory that strangers can make a server hold; docs/limits.md adds them up.
 
 /// Connections that a server accepts beside the connections of its jobs' ranks.
 pub const SPARE_CONNECTIONS: usize = 1024;
-/// Connections that one identity, or one address, leaves to others; or a quarter of all, if those are fewer.
+/// Number of connections that one identity, or one address, must leave to others. A quarter of all connections is
+/// enough where that is fewer.
 pub const OTHERS_CONNECTIONS: usize = 256;
-/// Connections of the Unix socket beside the limit. Root's and the server's own user's are always taken.
+/// Number of connections of the Unix socket that are accepted beyond the limit of all connections. Connections of root
+/// and of the server's own user are always accepted.
 pub const LOCAL_CONNECTIONS: usize = 16;
-/// Open calls on one connection. A worker has a dozen; gRPC's own guidance is 100.
+/// Largest number of open calls on one connection. A worker has a dozen; gRPC's own guidance is 100.
 pub const MAX_CONNECTION_CALLS: u32 = 128;
-/// Open calls on all connections. Beyond the limit, the server closes a connection with more than [`CALLS_SHARE`]
-/// calls.
+/// Largest number of open calls on all connections. Beyond the limit, the server closes a connection with more than
+/// [`CALLS_SHARE`] calls.
 pub const MAX_CALLS: usize = 4096;
-/// Calls that a connection may always have open, regardless of strangers. A worker needs this many.
+/// Number of calls that a connection may always have open, even if strangers' calls exceed [`MAX_CALLS`]. A worker
+/// needs this many.
 pub const CALLS_SHARE: usize = 4;
-/// Largest header block of a call as sent, complete or not. HTTP/2 alone allows one frame and as much again in five
-/// more.
+/// Largest header block of a call as sent, complete or not. The crate h2 alone would allow a whole frame of headers and
+/// further frames after it.
 pub const MAX_HEADER_BLOCK_BYTES: usize = 32 * 1024;
 /// Largest headers of a call once unpacked; gRPC libraries allow 8 to 16 KiB.
 pub const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;
@@ -75,11 +79,12 @@ pub const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;
 /// wait for their readers. Four of the largest control messages fit. [`UNFINISHED_SHARE_BYTES`] a connection,
 /// [`SMALL_MESSAGE_BYTES`] a call and [`RANK_SHARE_BYTES`] a rank's connection come on top.
 pub const MAX_UNFINISHED_BYTES: usize = 4 * MAX_CONTROL_MESSAGE_BYTES;
-/// Most of those bytes that one identity, or one address, may hold. The largest description of a job fits.
+/// Largest part of [`MAX_UNFINISHED_BYTES`] that one identity, or one address, may hold. The largest description of a
+/// job fits.
 pub const SHARE_BYTES: usize = MAX_UNFINISHED_BYTES / 4 * 3;
 /// Bytes that a rank's connection may hold beside the shared room. Admission has counted them in [`CONNECTION_BYTES`].
 pub const RANK_SHARE_BYTES: usize = 4 * CHUNK_BYTES;
-/// Time in which an answer's reader has to take it, as [`MESSAGE_DEADLINE`] for a message's sender.
+/// Time limit for a peer to read an answer, as [`MESSAGE_DEADLINE`] is the time limit to send a message.
 pub const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 pub const UNFINISHED_SHARE_BYTES: usize = 64 * 1024;
 /// Control messages are smaller, except a job's description, a commit with trainer state, and uploads.
@@ -87,11 +92,11 @@ pub const SMALL_MESSAGE_BYTES: usize = 4 * 1024;
 /// Memory of a connection without a call, and of a waiting call: tasks, HTTP/2 state, buffers.
 pub const IDLE_CONNECTION_BYTES: usize = 48 * 1024;
 pub const IDLE_CALL_BYTES: usize = 10 * 1024;
-/// Results of a Push call that may wait for a sender that does not read them. The limit ends when a rank's chunk has
-/// arrived on the connection.
+/// Largest number of a Push call's results that wait for a sender that does not read them. The limit ends when a rank's
+/// chunk has arrived on the connection.
 pub const STRANGER_RESULTS: usize = 4;
-/// Memory of these results in a call. Each of three encoded, unsent messages holds as many again. The largest result
-/// quotes the beginning of a wrong job name in 400 bytes.
+/// Memory of a stranger's waiting results in one call. [`STRANGER_RESULTS`] wait, and each of three encoded, unsent
+/// messages holds as many again. The largest result quotes the beginning of a wrong job name in 400 bytes.
 pub const UNTAKEN_RESULTS_BYTES: usize = 4 * STRANGER_RESULTS * 400;
 /// Largest memory that strangers can make a server hold.
 pub const STRANGERS_BYTES: usize = SPARE_CONNECTIONS * (IDLE_CONNECTION_BYTES + UNFINISHED_SHARE_BYTES)
@@ -99,14 +104,14 @@ pub const STRANGERS_BYTES: usize = SPARE_CONNECTIONS * (IDLE_CONNECTION_BYTES + 
         * (IDLE_CALL_BYTES + SMALL_MESSAGE_BYTES + UNTAKEN_RESULTS_BYTES)
     + MAX_UNFINISHED_BYTES;
 /// Memory of a handshake in progress. With 256 handshakes at once a server held 3 KiB for each without a first byte. In
-/// later stages it held 10 to 25 KiB. The limit is above these, since rustls accepts up to 64 KiB of a handshake.
+/// later stages it held 10 to 25 KiB. The limit is higher, since rustls accepts up to 64 KiB of a handshake.
 pub const HANDSHAKE_BYTES: usize = 112 * 1024;
 /// Largest size of one end's certificates. The peer keeps them with the keys for the lifetime of the connection. A
 /// chain of three certificates with RSA keys of 4096 bits has 6 KiB.
 pub const MOST_CHAIN_BYTES: usize = 12 * 1024;
-/// Memory of TLS for a connection, beside [`IDLE_CONNECTION_BYTES`]. Its buffers in rustls have 32 KiB of received
-/// records and 18 KiB of decrypted data. Outgoing records take 64 KiB, and up to 136 if each is small.
-/// [`MOST_CHAIN_BYTES`] and the keys are the rest.
+/// Memory of TLS for a connection, beside [`IDLE_CONNECTION_BYTES`]. The buffers in rustls have 32 KiB of received
+/// records and 18 KiB of decrypted data. Outgoing records take 64 KiB, and up to 136 KiB if each is small.
+/// [`MOST_CHAIN_BYTES`] and the keys take the remaining bytes.
 pub const TLS_CONNECTION_BYTES: usize = 208 * 1024;
 /// Additional memory that strangers can make a server hold if it speaks TLS.
 pub const STRANGERS_TLS_BYTES: usize =
@@ -120,7 +125,7 @@ pub const MAX_HANDSHAKES: usize = 256;
 /// Time limit for a connection's first call. A worker's data connections wait while the job is opened and its weights
 /// are uploaded.
 pub const FIRST_CALL_DEADLINE: Duration = Duration::from_secs(600);
-/// Time limit of a message from its first byte: the largest message at 3 Mbit/s.
+/// Time limit of a message from its first byte. The largest message arrives in time at 3 Mbit/s.
 pub const MESSAGE_DEADLINE: Duration = Duration::from_secs(60);
 
 /// Largest message that stock gRPC clients accept by default.
@@ -134,31 +139,32 @@ pub const MAX_JOB_NAME_BYTES: usize = 128;
 pub const MAX_PARAM_NAME_BYTES: usize = 512;
 pub const MAX_PARAM_DIMENSIONS: usize = 8;
 pub const MAX_PARAMS: usize = 1 << 20;
-/// Most parameters of a job with `leave_out`: as many as a large mixture of experts has. Each left-out parameter takes
-/// 20 bytes of a version's record. All of them fit beside the largest trainer state.
+/// Largest number of parameters of a job with `leave_out`: as many as a large mixture of experts has. Each left-out
+/// parameter takes 20 bytes of a version's record. All of them fit beside the largest trainer state.
 pub const MAX_LEAVE_OUT_PARAMS: usize = 1 << 16;
 pub const MAX_GROUPS: usize = 1024;
 pub const MAX_WORLD_SIZE: u32 = 4096;
 /// The number of ranks, so that each rank can have a partition of its own.
 pub const MAX_PARTITIONS: usize = MAX_WORLD_SIZE as usize;
-/// Contributors of all partitions together. A spec with that many takes 300 KB on the wire.
+/// Largest number of contributors of all partitions together. A spec with so many takes 300 KB on the wire.
 pub const MAX_CONTRIBUTORS: usize = 1 << 16;
 pub const MAX_MICRO_STEPS: u32 = 65536;
 pub const MAX_SERVERS: usize = 4096;
 /// Largest flat space of one job: 2^44 elements, 16 T parameters. Byte counts stay far inside u64.
 pub const MAX_ELEMENTS: u64 = 1 << 44;
-/// Most shards of one job. The limit bounds per-shard bookkeeping before any allocation.
+/// Largest number of shards of one job. The limit bounds per-shard bookkeeping before any allocation.
 pub const MAX_SHARDS: u64 = 1 << 20;
 /// Largest resume data that a trainer may attach to a commit: random states and loader positions, not tensors.
 pub const MAX_TRAINER_STATE_BYTES: usize = 1024 * 1024;
 pub const MAX_PAUSE_REASON_BYTES: usize = 4096;
-/// Most slices of one pull. A pull keeps them while it waits, up to a day; at 4 Mi elements each they are 64 Gi.
+/// Largest number of slices of one pull. A waiting pull keeps its slices in memory, up to a day. With slices of 4 Mi
+/// elements a pull reaches 64 Gi elements.
 pub const MAX_PULL_SLICES: usize = 1 << 14;
-/// Steps that a worker may be ahead of the decided version beyond one exact step.
+/// Largest delay of a job. With delay 1, step t+1 computes with version t-1.
 pub const MAX_DELAY: u32 = 1;
 
 /// Range of loss scale x world size x micro-steps. Gradients are multiplied by the inverse, so the inverse must be a
-/// finite f32 above 0. An infinite one would make NaN of a gradient of 0.
+/// finite f32 above 0. An infinite inverse would make NaN of a gradient of 0.
 pub const GRADIENT_SCALES: RangeInclusive<f64> = 1e-30..=1e40;
 
 /// Longest wait of a call that names no deadline.

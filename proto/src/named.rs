@@ -1,7 +1,7 @@
 //! Enums whose values have names, as command lines, files and errors write them.
 
-/// Gives an enum `ALL`, `name` and `Display` by the names of its values. With a field also `FromStr`, which reads
-/// further names behind `|`, and blames that field for others.
+/// Gives an enum `ALL`, `name` and `Display` by the names of its values. With a field's name also `FromStr`, which
+/// reads further names behind `|` too. The error for an unknown name states the field.
 macro_rules! named {
     ($type:ident; $($value:ident = $name:literal),+ $(,)?) => {
         impl $type {

@@ -26,15 +26,15 @@ impl Partition {
         Partition { first, ranks: Vec::new() }
     }
 
-    /// Returns whether no step changes the parameters. Servers keep them as weights in the image dtype alone.
+    /// Returns whether no step changes the parameters. Servers keep such parameters only as weights in the image dtype.
     pub fn is_frozen(&self) -> bool {
         self.ranks.is_empty()
     }
 }
 
 /// Checks a job's partitions: the first begins at parameter 0, and each has a parameter. Each rank contributes to at
-/// least one partition. A contribution proves that the rank has read its weights; without it, images would be
-/// overwritten during its pull.
+/// least one partition. A contribution proves that the rank has read its weights. A rank without contributions could
+/// still be pulling an image while the image is overwritten.
 pub(crate) fn check(partitions: &[Partition], params: usize, world_size: u32) -> Result<(), Fault> {
     let field = |index: usize, name: &str| format!("spec.partitions[{index}].{name}");
     if partitions.len() > MAX_PARTITIONS {

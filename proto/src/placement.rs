@@ -1,4 +1,4 @@
-//! Placement: the owner of each shard, and its changes, which come with commits.
+//! Placement: the owner of each shard. Changes of a placement come with commits.
 
 use std::ops::Range;
 
@@ -11,12 +11,12 @@ use crate::{
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Placement {
     pub epoch: Epoch,
-    /// Addresses that workers dial, indexed by server. Empty for a server that has left the job: numbers are
-    /// never given twice.
+    /// Addresses that workers dial, indexed by server. Empty for a server that has left the job, since its number is
+    /// never given to another.
     pub servers: Vec<String>,
     /// Owner of each shard, indexed by shard.
     pub owners: Vec<ServerId>,
-    /// Replica of each shard, indexed by shard: a second server that makes the same updates of the same gradients.
+    /// Replica of each shard, indexed by shard: a second server that makes the same updates from the same gradients.
     /// [`NO_SERVER`] where a shard has none. Empty in a job without replicas.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub replicas: Vec<ServerId>,
@@ -24,13 +24,13 @@ pub struct Placement {
     /// first.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "by_shard")]
     pub handovers: Vec<Handover>,
-    /// The job's clock minus the clock of its first member, in ms. Processes of a rank are ordered by the job's
-    /// clock. The very first server's clock is the job's.
+    /// The job's clock minus the clock of the placement's first member, in ms. The job's clock is that of its very
+    /// first server, also once that server has left. A rank's processes are ordered by the job's clock.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub clock_ahead_ms: i64,
 }
 
-/// Records of earlier versions have the oldest first.
+/// Sorts handovers by shard, since records of earlier releases list the oldest first.
 fn by_shard<'de, D: serde::Deserializer<'de>>(stored: D) -> Result<Vec<Handover>, D::Error> {
     let mut handovers: Vec<Handover> = serde::Deserialize::deserialize(stored)?;
     handovers.sort_by_key(|of| of.shard);
@@ -41,7 +41,7 @@ fn is_zero(value: &i64) -> bool {
     *value == 0
 }
 
-/// The replica of a shard without one.
+/// Stands for the replica of a shard that has none.
 pub const NO_SERVER: ServerId = ServerId(u32::MAX);
 
 /// A shard's change of owner or replica.
@@ -52,7 +52,7 @@ pub struct Handover {
     pub from_step: Step,
     /// The server of the steps before; [`NO_SERVER`] for a replica where there was none.
     pub before: ServerId,
-    /// The replica changes, and not the owner.
+    /// The shard's replica changes, and not its owner.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_replica: bool,
 }
@@ -60,21 +60,22 @@ pub struct Handover {
 /// A change of a placement, decided with a step. Moves take effect once every rank knows of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PlacementChange {
-    /// Addresses of servers that join the job. Their numbers follow the placement's last one.
+    /// Addresses of servers that join the job. Their numbers follow the last number of the placement.
     pub added: Vec<String>,
     /// New owners of shards.
     pub moves: Vec<(ShardId, ServerId)>,
-    /// New replicas of shards; [`NO_SERVER`] drops one, from this very step on.
+    /// New replicas of shards. [`NO_SERVER`] drops a shard's replica, from this very step on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub replicas: Vec<(ShardId, ServerId)>,
     /// Servers without shards that leave the job.
     pub removed: Vec<ServerId>,
-    /// Servers that are gone for good. The other server of each of their shards is the owner, at once.
+    /// Servers that are gone for good. The other holder of each of their shards becomes its owner at once.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lost: Vec<ServerId>,
     /// The placement's epoch after the change: one more than before.
     pub epoch: Epoch,
-    /// Added to the placement's `clock_ahead_ms` if the first member leaves: its clock minus the next member's clock.
+    /// Added to the placement's `clock_ahead_ms` if the first member leaves: the leaving member's clock minus the next
+    /// member's clock.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub clock_ahead_ms: i64,
 }
@@ -88,8 +89,8 @@ pub fn check_max_exposed(part: f64) -> Result<(), Fault> {
     Err(Fault::invalid("max_exposed", value, "above 0 and at most 1", "name a part of a step, as in 0.05"))
 }
 
-/// Number of steps behind the newest version for which the owner of a shard is still known. Pulls ask for the
-/// version before the newest at the oldest.
+/// Number of steps behind the newest version for which the owner of a shard is still known. A pull asks for the version
+/// before the newest at the oldest.
 const STEPS_KNOWN: u64 = 3;
 
 impl Placement {
@@ -113,17 +114,17 @@ impl Placement {
         self
     }
 
-    /// The newest owner of a shard.
+    /// Returns the newest owner of a shard.
     pub fn owner(&self, shard: ShardId) -> ServerId {
         self.owners[shard.index()]
     }
 
-    /// The newest replica of a shard.
+    /// Returns the newest replica of a shard.
     pub fn replica(&self, shard: ShardId) -> Option<ServerId> {
         self.replicas.get(shard.index()).copied().filter(|&server| server != NO_SERVER)
     }
 
-    /// Number of shards without the replica that the job's others have.
+    /// Returns the number of shards that lack a replica, in a job with replicas.
     pub fn unreplicated(&self) -> usize {
         self.replicas.iter().filter(|&&server| server == NO_SERVER).count()
     }
@@ -133,20 +134,20 @@ impl Placement {
         self.owner(shard) == server || self.replica(shard) == Some(server)
     }
 
-    /// The owner whose version of `step` counts: ranks pull it.
+    /// Returns a shard's owner at `step`: ranks pull the version that this server makes.
     pub fn owner_at(&self, shard: ShardId, step: Step) -> ServerId {
         self.before(shard, step, false).unwrap_or(self.owner(shard))
     }
 
-    /// The servers that take a shard's gradients of `step` and make its version, the owner first.
+    /// Returns the servers that take a shard's gradients of `step` and make its version, the owner first.
     pub fn holders_at(&self, shard: ShardId, step: Step) -> impl Iterator<Item = ServerId> + use<> {
         let owner = self.owner_at(shard, step);
         let replica = self.before(shard, step, true).or(self.replica(shard));
         std::iter::once(owner).chain(replica.filter(|&replica| replica != NO_SERVER && replica != owner))
     }
 
-    /// The servers that may have a shard's version of `step`, the owner first. A new replica has the version that it
-    /// has fetched.
+    /// Returns the servers that may have a shard's version of `step`, the owner first. A server that holds the shard
+    /// from a later step on may have fetched that version.
     pub fn sources_at(&self, shard: ShardId, step: Step) -> Vec<ServerId> {
         let mut sources: Vec<ServerId> = self.holders_at(shard, step).collect();
         if !self.replicas.is_empty() {
@@ -162,7 +163,8 @@ impl Placement {
         self.handovers_of(shard).iter().find(is_later).map(|handover| handover.before)
     }
 
-    /// Returns a shard's handovers by binary search: each chunk and pull asks, and a large move has tens of thousands.
+    /// Returns a shard's handovers. Binary search finds them, since each chunk and pull asks, and a large move has tens
+    /// of thousands.
     fn handovers_of(&self, shard: ShardId) -> &[Handover] {
         let from = self.handovers.partition_point(|of| of.shard < shard);
         let to = from + self.handovers[from..].partition_point(|of| of.shard == shard);
@@ -176,8 +178,8 @@ impl Placement {
         before.filter(|&before| before != NO_SERVER).unwrap_or(self.owner_at(shard, step))
     }
 
-    /// The steps at which a server owns a shard, as far as handovers tell. Empty if it owns none that a step in flight
-    /// may ask about. Tiers that keep records have no replicas.
+    /// Returns the steps at which a server owns a shard, as far as handovers tell. Empty if no step in flight may ask
+    /// this server about the shard. Replicas do not count, since jobs in tiers that keep records have none.
     pub fn span(&self, server: ServerId, shard: ShardId) -> Range<u64> {
         let is_owner = self.owner(shard) == server;
         match self.handovers_of(shard).last() {
@@ -188,7 +190,7 @@ impl Placement {
         }
     }
 
-    /// The servers that take part in the job.
+    /// Returns the servers that take part in the job.
     pub fn members(&self) -> impl Iterator<Item = ServerId> {
         let numbered = (0..).map(ServerId).zip(&self.servers);
         numbered.filter(|(_, address)| !address.is_empty()).map(|(server, _)| server)
@@ -199,8 +201,8 @@ impl Placement {
         self.servers.iter().map(String::as_str).filter(|address| !address.is_empty())
     }
 
-    /// Returns the first step of the owners that the decision on `step` names. A delayed job's ranks may have pushed
-    /// the step after it already.
+    /// Returns the first step of the owners that the decision on `step` names. A delayed job's ranks may already have
+    /// pushed the step after `step`, so its owners must stay.
     pub fn from_step(step: Step, max_delay: u32) -> Step {
         Step(step.0 + 1 + u64::from(max_delay))
     }
@@ -227,13 +229,13 @@ impl Placement {
         for &(shard, to) in &change.replicas {
             let mut before = std::mem::replace(&mut self.replicas[shard.index()], to);
             let mut from_step = from_step;
-            // A dropped replica may have another gradient of the step, so it makes no version of that step.
+            // The gradient of a dropped replica may differ at this step, so the replica makes no version of the step.
             if to == NO_SERVER {
                 from_step = step;
                 let is_later = |of: &mut Handover| of.shard == shard && of.is_replica && of.from_step > step;
                 before = self.handovers.extract_if(.., is_later).next().map_or(before, |of| of.before);
             }
-            // A replica that owns the shard from a later step on stays, and the owner before is dropped.
+            // A replica that owns the shard from a later step on stays, and the present owner is dropped instead.
             if to == NO_SERVER && before == self.owner(shard) {
                 let later = self.handovers.iter_mut().filter(|of| of.shard == shard && of.from_step > step);
                 later.for_each(|of| of.from_step = step);
@@ -246,8 +248,8 @@ impl Placement {
         }
     }
 
-    /// Takes servers for lost: the other holder of each of their shards is the owner. A server that awaits a shard's
-    /// state from a lost server gives the shard up if another server holds it.
+    /// Takes servers for lost: the other holder of each of their shards becomes its owner. A server that awaits a
+    /// shard's state from a lost server gives the shard up if another server holds it.
     fn lose(&mut self, lost: &[ServerId]) {
         for (shard, owner) in (0..).map(ShardId).zip(&mut self.owners) {
             let Some(replica) = self.replicas.get_mut(shard.index()) else { continue };
@@ -259,7 +261,7 @@ impl Placement {
                 self.handovers.retain(|of| of.shard != shard || !of.is_replica);
             } else if *replica != NO_SERVER && (is_owner_lost || moving == Some(false)) {
                 *owner = std::mem::replace(replica, NO_SERVER);
-                // The new owner may have yet to get its state from the replica before it.
+                // The new owner may still have to fetch its state from the replica before it.
                 self.handovers.retain(|of| of.shard != shard || of.is_replica && of.before != NO_SERVER);
                 self.handovers.iter_mut().filter(|of| of.shard == shard).for_each(|of| of.is_replica = false);
             }
@@ -285,8 +287,8 @@ impl Placement {
     /// Checks a change before it is decided with `step`.
     ///
     /// # Errors
-    /// `Invalid` for a server or shard that does not exist, and for a shard that moved a moment ago. The removal of a
-    /// server that owns shards is `Invalid` too.
+    /// `Invalid` for a server or shard that does not exist, and for a shard whose last move is not over. The removal of
+    /// a server that owns shards is `Invalid` too.
     pub fn check(&self, change: &PlacementChange, step: Step) -> Result<(), Fault> {
         let count = self.servers.len() + change.added.len();
         let invalid = |field: &str, value: String, limit: String| {
@@ -326,7 +328,7 @@ impl Placement {
         for (shard, to) in &change.replicas {
             let is_other = self.replicas.get(shard.index()).is_some_and(|replica| replica != to)
                 || *to == NO_SERVER && self.before(*shard, step, true).is_some();
-            // A replica with another gradient is dropped at any time.
+            // A replica whose gradient differs must go at once, so a drop does not wait for the shard's handover.
             let is_free = is_other
                 && (*to == NO_SERVER || !moving(shard))
                 && change.moves.iter().all(|(moved, _)| moved != shard);
@@ -361,7 +363,7 @@ impl Placement {
         shards.filter(|&shard| self.owner(shard) == server).collect()
     }
 
-    /// The shards of which a server is the newest owner or replica.
+    /// Returns the shards of which a server is the newest owner or replica.
     pub fn held(&self, server: ServerId) -> Vec<ShardId> {
         let shards = (0..self.owners.len() as u32).map(ShardId);
         shards.filter(|&shard| self.holds(server, shard)).collect()

@@ -1,4 +1,4 @@
-//! Formats of a job's optimizer state, the same in memory, on disk and in checkpoints. Their numbers are as in
+//! Formats of a job's optimizer state, the same in memory, on disk and in checkpoints. The formats' numbers are as in
 //! common.proto.
 
 use crate::{
@@ -46,7 +46,7 @@ pub enum StateFormat {
     /// round stochastically.
     ///
     /// A group with a non-finite element gets a NaN scale and decodes to NaN everywhere. A group without a normal
-    /// number (all below 2^-126) gets scale 0 and decodes to zeros. The codes of both are 0.
+    /// number (all below 2^-126) gets scale 0 and decodes to zeros. In both cases all codes are 0.
     Block8 = 3,
 }
 
@@ -73,7 +73,7 @@ pub struct Formats {
 }
 
 impl Formats {
-    /// Returns whether no array is rounded to fewer bits.
+    /// Returns whether all arrays are fp32, so that none is rounded to fewer bits.
     pub fn is_fp32(&self) -> bool {
         self.state == StateFormat::F32 && self.master == MasterFormat::F32
     }

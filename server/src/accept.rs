@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, TcpStream};
 
 use crate::connections::{Connections, Origin};
 
-/// Pause after a failure. Each successive failure doubles it.
+/// Pause after a failure. Each successive failure doubles the pause, up to [`LONGEST_PAUSE`].
 const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(320);
 

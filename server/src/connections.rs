@@ -17,7 +17,7 @@ use rustix::process::geteuid;
 
 use crate::{jobs::Jobs, lock::lock, log::Seldom, trust::Register};
 
-/// Origin of a connection. The origin with the most connections loses some first.
+/// Origin of a connection. Connections of the origin that has most are closed first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Origin {
     Host(IpAddr),
@@ -52,13 +52,14 @@ impl Origin {
     }
 }
 
-/// Time that a connection is safe: for its first call, and after each call.
+/// Time after a connection's begin, and after each call's end, in which the connection is not closed to make room.
 const SETTLED: Duration = Duration::from_secs(1);
 /// Age from which a connection may be cut during a call, while strangers' calls take all places.
 const CALL: Duration = Duration::from_secs(10);
 /// Interval of the check for expired certificates and lost credentials.
 const LOOK: Duration = Duration::from_secs(1);
-/// Fraction of connections closed at a time, one in 16, since finding many costs no more than finding one.
+/// Divisor for the number of connections closed at a time. Finding many connections to close costs no more than finding
+/// one.
 const SHARE_ENDED: usize = 16;
 
 /// Table of open connections. [`crate::accept`] registers each accepted one.
@@ -78,7 +79,8 @@ struct Entry {
     /// Expiry of the client's certificate.
     expires: Option<SystemTime>,
     kept: Weak<Mutex<Kept>>,
-    /// The credential was lost at the last check. Its calls are told so before the connection ends.
+    /// The credential was lost at the last check. Calls are refused with that reason, before the next check ends the
+    /// connection.
     lost: bool,
     standing: Weak<Standing>,
 }
@@ -101,7 +103,7 @@ impl Connections {
         })
     }
 
-    /// Registers a new connection. None if there is no room.
+    /// Registers a new connection. Returns None if the connection is refused for lack of room.
     pub(crate) fn welcome<S: Socket>(&self, socket: S, origin: Origin) -> Option<Direct<S>> {
         let origin = origin.of_host();
         let (now, most) = (self.bounds.connections(), self.most());
@@ -119,7 +121,7 @@ impl Connections {
                      --max-connections and the limit of descriptors"
                 );
             });
-            // Closed connections may still hold their sockets.
+            // Connections that were just closed may still count as open, so some more than the limit are accepted.
             let grace = (most / SHARE_ENDED).max(1);
             if ended == 0 || now >= most + beside + grace || of_origin >= share + grace {
                 return None;
@@ -211,7 +213,7 @@ impl Connections {
         wanted.min(self.possible)
     }
 
-    /// Closes some of `all` connections, or of one origin's, and returns their number.
+    /// Closes some of `all` connections, or some of one origin, and returns the number of closed ones.
     fn make_room(&self, all: usize, of: Option<Origin>) -> usize {
         let mut entries = lock(&self.entries);
         entries.retain(|entry| entry.standing.strong_count() > 0);
@@ -235,7 +237,7 @@ impl Connections {
         }
         // Connections of a burst have no call yet, and must not end older connections of their origin that have called.
         found.retain(|(origin, turn, _)| *turn == Turn::Unused || !with_unused.contains(origin));
-        // Calls are aborted only if every remaining connection has one.
+        // Connections with a call are closed only if no connection without a call is left to close.
         if found.iter().any(|(_, turn, _)| *turn < Turn::Calling) {
             found.retain(|(_, turn, _)| *turn < Turn::Calling);
         }

@@ -1,5 +1,5 @@
-//! The directories of stored jobs. The running server locks them, so that a restart finds its own jobs and no
-//! other's.
+//! The directories of stored jobs. The running server locks the directories, so a restart finds the server's own jobs
+//! and no others.
 
 use std::{
     fs::{self, DirBuilder, File},
@@ -19,7 +19,7 @@ const TMPFS: &str = "/dev/shm";
 /// Locks on the directories, held while the server runs.
 pub(crate) struct Directories {
     pub(crate) shm: Option<PathBuf>,
-    /// The default folder of the `shm` tier. Drop removes it if it is empty.
+    /// The default folder of the `shm` tier. Drop removes an empty folder.
     made: Option<PathBuf>,
     _claims: Vec<Claim>,
 }
@@ -69,7 +69,7 @@ fn alone(root: &Path) -> io::Result<File> {
     Ok(root)
 }
 
-/// Removes the empty folders of servers that were killed. A living server holds a lock on its own.
+/// Removes the empty folders of servers that were killed. A living server holds a lock on its own folder.
 fn sweep(root: &Path) {
     let folders = fs::read_dir(root).into_iter().flatten().flatten().map(|entry| entry.path());
     for folder in folders {

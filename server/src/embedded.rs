@@ -19,18 +19,18 @@ use crate::{
     unix::SocketFolder,
 };
 
-/// Longest wait for calls that work on files, and then for updates in progress, when a server ends.
+/// Longest wait at a server's end for calls that work on files. The wait for updates in progress has this limit too.
 const LET_GO: Duration = Duration::from_secs(10);
 
 /// A server on a Unix socket that only this user and root may dial, ended by drop. Sessions of this process need no
 /// socket. Its stored jobs are recovered by the next server with the same folders, even in another process.
 pub struct Embedded {
     address: String,
-    /// Calls of this process. None once ended.
+    /// Entry by which calls of this process reach the server. None once the server has ended.
     here: Option<Arc<Local>>,
     /// None once ended.
     running: Option<(Server, Runtime)>,
-    /// Removed after the socket.
+    /// Folder of the socket, removed after the socket.
     _folder: SocketFolder,
 }
 
@@ -64,7 +64,7 @@ impl Drop for Embedded {
     /// Waits until nothing uses the jobs' folders, since the next server locks them. Work that outlasts the wait
     /// continues in the background.
     fn drop(&mut self) {
-        // Calls of this process run on its own threads, and hold jobs.
+        // Calls of this process hold jobs, and run on its own threads, which the runtime's end does not stop.
         self.here = None;
         let Some((server, runtime)) = self.running.take() else { return };
         // The caller may be a runtime thread, where blocking would panic. The server is handed over only once the
@@ -93,7 +93,7 @@ fn end(server: Server, runtime: Runtime) {
     let (jobs, directories) = server.into_parts();
     jobs.open_no_more();
     runtime.shutdown_timeout(LET_GO);
-    // A job's threads end with its last user. No runtime owns them, so a new runtime can wait for them.
+    // A job's threads end with the job's last user. No runtime owns these threads, so a new runtime can wait for them.
     if let Ok(waiting) = Builder::new_current_thread().enable_time().build() {
         let _ = waiting.block_on(async { timeout(LET_GO, Jobs::ended(jobs)).await });
     }

@@ -1,6 +1,6 @@
 //! The optimizer server: configuration, gRPC services, admission of jobs, startup and shutdown.
 //!
-//! `longshored` is this library and a `main`. The `longshore` command embeds it for runs without `--servers`.
+//! `longshored` is this library and a `main`. The `longshore` command embeds this library for runs without `--servers`.
 
 #![forbid(unsafe_code)]
 
@@ -56,8 +56,8 @@ pub fn runtime(thread_name: &str) -> io::Result<Runtime> {
 /// Longest time that calls on files may take after the server has stopped.
 const LAST_CALLS: Duration = Duration::from_secs(5);
 
-/// Runs the program with these arguments, its name first, until a stop signal. Returns the exit code, as `main` lists
-/// it.
+/// Runs the program with these arguments, its name first, until a stop signal. Returns the exit code. The head of
+/// `main.rs` lists the codes.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     few_arenas();
     let parsed = Flags::try_parse_from(arguments)
@@ -95,7 +95,7 @@ fn serve(config: Config) -> Result<(), ServerError> {
     let served = runtime.block_on(async {
         let signals = StopSignals::catch()?;
         let server = Server::start(config).await?;
-        // The only line on stdout. Scripts wait for it, and read the port from it after asking for port 0.
+        // The only line on stdout. Scripts wait for this line, and read the port from it after asking for port 0.
         println!("longshored listening on {}", server.shown());
         server.run_until(signals).await
     });

@@ -1,5 +1,5 @@
-//! Locks. A thread that panics under a lock leaves a value that others can use: no statement under a lock of this crate
-//! stops halfway through a change.
+//! Locks. A thread that panics under a lock leaves a value that other threads can use. No statement under a lock of
+//! this crate stops halfway through a change.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

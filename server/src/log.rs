@@ -65,7 +65,7 @@ pub fn init(format: LogFormat, filter: &str, other: Option<Reader>) {
 }
 
 /// Writer of whole records, one a line. Text from outside may contain an end of line, which would forge a record, or
-/// commands to the terminal. Both are escaped, and so are colours.
+/// commands to the terminal. Ends of lines, commands and colours are escaped.
 struct Lines<W>(W);
 
 impl<W: Write> Write for Lines<W> {

@@ -1,5 +1,6 @@
 //! Users who may connect to the Unix socket. The kernel first checks the file's mode; this check runs for each
-//! connection. So it holds if the mode was loosened, and for processes that keep a group taken from their user.
+//! connection. The check also holds if the mode was loosened, and for processes that keep a group taken from their
+//! user.
 
 use std::{fs, io};
 

@@ -20,14 +20,14 @@ use tokio::net::{TcpListener, TcpStream};
 
 use crate::{accept::Accept, connections::Origin};
 
-/// Tables of a kernel without sock_diag, or of a service that may not use AF_NETLINK.
+/// Tables to read where the kernel has no sock_diag, or where the service may not use AF_NETLINK.
 const TABLES: [&str; 2] = ["/proc/net/tcp", "/proc/net/tcp6"];
 
 /// Message type of a request and of its answer, and the flag of a request (linux/sock_diag.h, linux/netlink.h).
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const NLMSG_ERROR: u16 = 2;
 const NLM_F_REQUEST: u16 = 1;
-/// Length of a message's header.
+/// Length of a netlink message's header.
 const HEADER: usize = 16;
 const IPPROTO_TCP: u8 = 6;
 const ESTABLISHED: u8 = 1;
@@ -71,7 +71,7 @@ impl Accept for Loopback {
 struct Table {
     /// None where the kernel has no sock_diag.
     diag: Option<OwnedFd>,
-    /// Number of the last request, by which its answer is known.
+    /// Number of the last request, which the kernel repeats in the answer.
     requests: u32,
 }
 
@@ -83,7 +83,8 @@ impl Table {
         Table { diag, requests: 0 }
     }
 
-    /// Returns the user whose process has the other end open. None if no process has, or if the kernel does not tell.
+    /// Returns the user whose process has the other end open. None if no process has the other end open, or if the
+    /// kernel does not tell.
     fn user_of(&mut self, socket: &TcpStream) -> Option<u32> {
         let (peer, here) = (canonical(socket.peer_addr().ok()?), canonical(socket.local_addr().ok()?));
         let found = match self.ask(peer, here) {
@@ -98,7 +99,7 @@ impl Table {
         (is_open && found.state == ESTABLISHED && found.inode != 0).then_some(found.user)
     }
 
-    /// Asks the kernel for one socket, by its two addresses.
+    /// Asks the kernel for the socket with these two addresses.
     fn ask(&mut self, local: SocketAddr, remote: SocketAddr) -> Result<Option<Found>, Errno> {
         let diag = self.diag.as_ref().ok_or(Errno::PROTONOSUPPORT)?;
         self.requests = self.requests.wrapping_add(1);
@@ -110,7 +111,7 @@ impl Table {
     }
 }
 
-/// Returns the address as IPv4 if it is one inside IPv6.
+/// Returns an IPv4 address that is written as IPv6 in its IPv4 form.
 fn canonical(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
@@ -166,7 +167,7 @@ fn parse(number: u32, answer: &[u8]) -> Result<Option<Found>, Errno> {
     }
 }
 
-/// Looks a socket up in the tables of `/proc`. A socket of IPv6 may have an address of IPv4.
+/// Looks a socket up in the tables of `/proc`. A socket of IPv6 may list an address of IPv4 in its IPv6 form.
 fn listed(local: SocketAddr, remote: SocketAddr) -> Option<Found> {
     let mapped = |address: SocketAddr| match address.ip() {
         IpAddr::V4(ip) => SocketAddr::new(ip.to_ipv6_mapped().into(), address.port()),
@@ -177,7 +178,7 @@ fn listed(local: SocketAddr, remote: SocketAddr) -> Option<Found> {
     ends.iter().zip(&tables).find_map(|(ends, table)| entry(table, ends))
 }
 
-/// Finds a line by its two addresses.
+/// Finds the socket with these two addresses in a table.
 fn entry(table: &str, [local, remote]: &[String; 2]) -> Option<Found> {
     let mut lines = table.lines().map(|line| line.split_ascii_whitespace().collect::<Vec<_>>());
     let found = lines.find(|line| line.get(1) == Some(&&**local) && line.get(2) == Some(&&**remote))?;

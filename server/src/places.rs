@@ -1,4 +1,5 @@
-//! Limited places for connections by strangers. Once full, the origin with the most connections gives one up.
+//! Limited places for connections by strangers. Once all places are taken, the origin with the most connections gives
+//! one place up.
 
 use std::collections::HashMap;
 
@@ -6,7 +7,7 @@ use tokio::task::{AbortHandle, Id};
 
 use crate::connections::Origin;
 
-/// Tasks of connections, oldest first.
+/// Places, each taken by the task of a connection, oldest first.
 pub(crate) struct Places {
     taken: Vec<Place>,
     most: usize,
@@ -27,9 +28,9 @@ impl Places {
         self.most
     }
 
-    /// Assigns a place to the task. Returns whether an earlier task was aborted for it. An aborted task closes its
-    /// socket only when scheduled, so the caller should yield. Otherwise a flood is accepted 128 at a time, and as
-    /// many extra sockets are open.
+    /// Assigns a place to the task. Returns whether an earlier task was aborted to free the place. An aborted task
+    /// closes its socket only when scheduled, so the caller should yield. Otherwise a flood is accepted 128 connections
+    /// at a time, and as many extra sockets are open.
     pub(crate) fn take(&mut self, origin: Origin, task: AbortHandle) -> bool {
         let origin = origin.of_host();
         let full = self.taken.len() >= self.most;

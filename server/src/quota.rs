@@ -47,7 +47,7 @@ impl Quota {
             ("drives", self.drives, has.drives, wants.drives),
         ] {
             let Some(most) = most else { continue };
-            // A request of nothing more passes even if the limit was lowered below current usage.
+            // A request for no more of a resource passes, even if its limit was lowered below current usage.
             if wants == 0 || has.checked_add(wants).is_some_and(|both| both <= most) {
                 continue;
             }
@@ -83,7 +83,7 @@ fn over(field: &str, value: String, limit: String, remedy: &str) -> Fault {
 }
 
 impl Usage {
-    /// Returns the resources that another usage does not have.
+    /// Returns how much of each resource this usage has beyond another usage.
     pub(crate) fn beyond(self, other: Usage) -> Usage {
         Usage {
             jobs: self.jobs.saturating_sub(other.jobs),

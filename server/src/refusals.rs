@@ -9,7 +9,7 @@ use tonic::Status;
 /// Counters in the order of [`FaultKind::ALL`].
 static REFUSED: [AtomicU64; FaultKind::ALL.len()] = [const { AtomicU64::new(0) }; _];
 
-/// Counts a refused call or chunk. Each place that refuses calls this once.
+/// Counts a refused call or chunk. Code that refuses a call or chunk calls this function once.
 pub(crate) fn count(fault: &Fault) {
     if let Some(kind) = FaultKind::ALL.iter().position(|kind| *kind == fault.kind) {
         REFUSED[kind].fetch_add(1, Ordering::Relaxed);

@@ -32,7 +32,8 @@ use crate::refusals;
 
 /// Length of gRPC's message prefix: a compression flag and the message's length.
 const PREFIX_BYTES: usize = 5;
-/// Services of reflection, and the memory of a call there: its answers quote whole descriptors.
+/// Start of the paths of gRPC reflection. A call there takes [`REFLECTION_BYTES`], since its answers quote whole
+/// descriptors.
 const REFLECTION: &str = "/grpc.reflection.";
 const REFLECTION_BYTES: usize = 256 * 1024;
 
@@ -47,7 +48,7 @@ where
 {
     let path = request.uri().path();
     let connection = Connection::of(request.extensions()).map(|of| Arc::clone(&of.account));
-    // Push payloads are not buffered, and the stream may wait for the next one indefinitely.
+    // Push payloads are not buffered, and the stream may wait for the next payload without a limit.
     let Some(account) = connection.filter(|_| path != PUSH) else {
         return Box::pin(service.call(request));
     };
@@ -76,7 +77,7 @@ fn kept_until_sent(body: Body, room: Arc<Held>) -> Body {
     Body::new(body.map_frame(move |frame| frame.map_data(&counted)))
 }
 
-/// Bytes of such an answer.
+/// Bytes of an answer, which keep the answer's room until they are dropped.
 struct Bytewise {
     bytes: Bytes,
     _room: Arc<Held>,
@@ -97,7 +98,7 @@ struct Metering {
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-/// Position in the stream of messages.
+/// Position in a body's stream of messages.
 #[derive(Debug, Default)]
 struct Message {
     prefix: [u8; PREFIX_BYTES],
@@ -161,7 +162,7 @@ impl Metering {
         if held { Ok(()) } else { Err(refusals::status(&wire::no_room("request", unfinished))) }
     }
 
-    /// Ready once the awaited message has passed its deadline.
+    /// Becomes ready once the awaited message has passed its deadline.
     fn poll_late(&mut self, context: &mut Context<'_>) -> Poll<Status> {
         if !self.message.is_waited_for() {
             return Poll::Pending;

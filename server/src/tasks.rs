@@ -1,4 +1,4 @@
-//! Tasks beside the calls that wait for them.
+//! Tasks that run beside the calls that wait for their results.
 
 use longshore_proto::{Fault, FaultKind};
 use tokio::task::{JoinHandle, spawn_blocking};
@@ -10,7 +10,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
     finished(spawn_blocking(work)).await
 }
 
-/// Waits for a task of its own, which continues if the waiting call is dropped.
+/// Waits for a spawned task, which continues if the waiting call is dropped.
 pub(crate) async fn finished<T>(task: JoinHandle<Result<T, Fault>>) -> Result<T, Fault> {
     task.await.unwrap_or_else(|error| {
         Err(Fault::new(

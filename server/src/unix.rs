@@ -35,21 +35,21 @@ impl Drop for SocketFile {
     }
 }
 
-/// A new folder of this user alone for a socket, removed on drop.
+/// A new folder for a socket, which only this user may enter. The folder is removed on drop.
 pub(crate) struct SocketFolder(PathBuf);
 
 /// Longest path of a folder for sockets. Linux takes 107 bytes for the path of a socket.
 const LONGEST_FOLDER: usize = 90;
 
 impl SocketFolder {
-    /// Makes a folder below TMPDIR, or below /tmp if that path is unfit for an address. A failure names the folder
-    /// above.
+    /// Makes a folder below TMPDIR, or below /tmp if that path is unfit for an address. The error names the parent
+    /// folder.
     pub(crate) fn make() -> Result<SocketFolder, (PathBuf, io::Error)> {
         SocketFolder::below(&env::temp_dir())
     }
 
     fn below(parent: &Path) -> Result<SocketFolder, (PathBuf, io::Error)> {
-        // A list of addresses has commas, and a URL has no spaces.
+        // The path becomes part of an address: commas separate addresses of a list, and a URL has no spaces.
         let fits = |path: &str| {
             path.starts_with('/')
                 && path.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"/._-".contains(&byte))

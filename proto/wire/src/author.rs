@@ -1,5 +1,5 @@
-//! The author of a checkpoint's calls, in their metadata. Two authors may write checkpoints of one name. Without the
-//! author, a discard by one would remove the part of the other.
+//! The author of a checkpoint's calls, named in the metadata of each call. Two authors may write checkpoints of one
+//! name. The name keeps a discard by one author from removing the other author's part.
 
 use longshore_proto::Incarnation;
 use tonic::{
@@ -14,7 +14,7 @@ const KEY: &str = "longshore-author";
 pub enum Author {
     /// A client that names no author.
     Unknown,
-    /// A command, by a random number.
+    /// A command of an operator. Its random number tells it apart from other commands.
     Operator(u64),
     /// Rank 0's process. Its calls are refused once a newer process has fenced it.
     Rank(Incarnation),

@@ -1,4 +1,4 @@
-//! A connection for calls: tonic's channel with its caller's token on each call, or a link of another kind.
+//! A connection for calls: tonic's channel, which adds its caller's token to each call, or a link without a socket.
 
 use std::{
     error::Error,

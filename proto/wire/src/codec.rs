@@ -78,7 +78,7 @@ tokio::task_local! {
     static SCOPE: Arc<Scope>;
 }
 
-/// Memory of a call's decoded message, and its known fields.
+/// Reservation for a call's decoded message, and the fields that this message may have.
 pub struct Scope {
     account: Arc<Account>,
     request: Option<Request>,
@@ -90,7 +90,8 @@ impl Scope {
         Arc::new(Scope { account, request: Request::at(path), held: Mutex::default() })
     }
 
-    /// Runs a call, whose messages are reserved in this scope. A later message of a stream takes the place of the last.
+    /// Runs a call, whose messages are reserved in this scope. A stream's next message replaces the reservation of the
+    /// message before.
     pub async fn run<F: Future>(self: Arc<Scope>, call: F) -> F::Output {
         SCOPE.scope(self, call).await
     }

@@ -95,7 +95,7 @@ impl Wire for Commit {
     }
 }
 
-/// Converts the list of an upload or of a job's progress. The job checks it against its parameters.
+/// Converts the list of an upload or of a job's progress. The job checks the list against its parameters.
 pub fn left_outs_from_wire(left_out: Vec<v1::LeftOut>) -> Vec<LeftOut> {
     left_out.into_iter().map(left_out_from_wire).collect()
 }

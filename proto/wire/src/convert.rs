@@ -197,7 +197,7 @@ impl Wire for Placement {
     fn from_wire(placement: Option<v1::Placement>) -> Result<Placement, Fault> {
         let placement = placement.ok_or_else(|| missing("placement"))?;
         let mut handovers: Vec<Handover> = placement.handovers.into_iter().map(handover_from_wire).collect();
-        // Servers of earlier versions send the oldest first.
+        // Servers of earlier releases send the oldest handovers first.
         handovers.sort_by_key(|of| of.shard);
         Ok(Placement {
             epoch: Epoch(placement.epoch),

@@ -1,4 +1,4 @@
-//! Dialling of a server: its address is checked first. Workers and servers that fetch shards dial alike.
+//! Dialling of a server, whose address is checked first. Workers dial this way, and so do servers that fetch shards.
 
 use std::{
     future::Future,
@@ -24,11 +24,11 @@ use crate::{
 /// The largest HTTP/2 frame: one whole chunk. Each frame costs a write and some reads. Pulls take 0.44 s of CPU
 /// time a GB with 1 MiB frames, and took 0.58 s with 64 KiB.
 const FRAME_BYTES: u32 = CHUNK_BYTES as u32;
-/// How often a silent peer is pinged, and how long its answer may take. A dead peer (power loss, a cut cable) is
+/// Interval of pings to a silent peer, and time limit of the peer's answer. A dead peer (power loss, a cut cable) is
 /// found within twice this time.
 pub const KEEP_ALIVE: Duration = Duration::from_secs(10);
 pub const CONNECT: Duration = Duration::from_secs(5);
-/// HTTP/2 window of a stream. A window above one chunk never holds a chunk up.
+/// HTTP/2 window of a stream. With more than one chunk, the window never holds a chunk up.
 const STREAM_WINDOW_BYTES: u32 = 16 * CHUNK_BYTES as u32;
 pub const CONNECTION_WINDOW_BYTES: u32 = 4 * STREAM_WINDOW_BYTES;
 
@@ -97,7 +97,7 @@ impl Dialler {
         Dialler { path, credentials }
     }
 
-    /// Credentials that encrypt these connections; None without encryption.
+    /// Returns the credentials that encrypt the dialled connections. None without encryption.
     pub fn credentials(&self) -> Option<&Credentials> {
         self.credentials.as_ref()
     }

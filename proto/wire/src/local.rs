@@ -20,7 +20,7 @@ use crate::{
     direct::{Bounds, Connection},
 };
 
-/// The servers that run in this process. A fork inherits the list, and none of their threads.
+/// The servers that run in this process. A forked process inherits the list, but none of the servers' threads.
 static SERVERS: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
 
 struct Entry {
@@ -29,11 +29,11 @@ struct Entry {
     server: Weak<Local>,
 }
 
-/// A server's entry in the list. Dropping it ends all calls that came this way.
+/// A server's entry in the list. Dropping the entry ends all calls that reached the server without a socket.
 pub struct Local {
     carry: Box<dyn Fn(Request<Body>) -> Answer + Send + Sync>,
     bounds: Arc<Bounds>,
-    /// Calls end with the sender.
+    /// Dropped with the entry, which ends the calls.
     running: watch::Sender<()>,
 }
 
@@ -63,7 +63,8 @@ pub fn channel(address: &str) -> Option<Channel> {
         let (answer, mut over) = ((server.carry)(request), over(server.running.subscribe()));
         Box::pin(async move {
             tokio::select! {
-                // The end of a server aborts its tasks, whose last output is no answer.
+                // The server's end is checked first, since it aborts the server's tasks. The output of an aborted task
+                // is no answer.
                 biased;
                 () = &mut over => Ok(ended().into_http()),
                 answer = answer => Ok(answer?.map(|body| Body::new(Ending { body, over: Some(over) }))),
@@ -90,7 +91,7 @@ fn ended() -> Status {
 /// The body of an answer, which ends with its server. Dropping the server's body ends the task that feeds it.
 struct Ending {
     body: Body,
-    /// None once it has resolved.
+    /// Resolves at the server's end. None once it has resolved.
     over: Option<Over>,
 }
 

@@ -23,9 +23,9 @@ use tokio::{
     net::{UnixListener, UnixStream},
 };
 
-/// Largest piece of a worker's memory that is mapped as one.
+/// Largest piece of a worker's memory that one message passes.
 pub const MAX_MEMORY_BYTES: u64 = 1 << 30;
-/// Most pieces of one link: a terabyte of gradients retained by one process.
+/// Largest number of pieces of one link. Together they hold up to a tebibyte of gradients that one process retains.
 pub const MAX_MEMORIES: usize = 1024;
 
 /// Room for a hello with the longest job name, or for a fault. A longer packet is no message of this protocol.

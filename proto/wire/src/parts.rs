@@ -6,7 +6,7 @@ use longshore_proto::limits::CHUNK_BYTES;
 
 use super::v1::DescribeResponse;
 
-/// Bytes of lists in one part.
+/// Largest size of the lists in one part.
 const PART_BYTES: usize = CHUNK_BYTES;
 
 impl DescribeResponse {
@@ -25,7 +25,7 @@ impl DescribeResponse {
     }
 }
 
-/// Cuts a list whose items have so many `bytes`: yields pieces that fit a part, each with its bytes.
+/// Cuts a list whose items have the sizes `bytes`. Yields runs of items that fit a part, each with its size.
 pub fn pieces(bytes: impl Iterator<Item = usize>) -> impl Iterator<Item = (Range<usize>, usize)> {
     let mut pieces: Vec<(Range<usize>, usize)> = Vec::new();
     for (index, bytes) in bytes.enumerate() {

@@ -19,7 +19,7 @@ use crate::FILE_DESCRIPTOR_SET;
 
 /// Depth of messages within messages, as deep as prost decodes.
 const MOST_DEPTH: usize = 100;
-/// Allocation of a name or a list of numbers, at least.
+/// Least memory of the allocation of a name or a list of numbers.
 const ALLOCATION_BYTES: usize = 32;
 
 static KNOWN: LazyLock<Known> = LazyLock::new(|| Known::of(FILE_DESCRIPTOR_SET));
@@ -30,19 +30,19 @@ pub(crate) struct Request(usize);
 
 struct Known {
     messages: Vec<Message>,
-    /// Messages of requests, by path.
+    /// Index of each call's request message, keyed by the call's path.
     requests: BTreeMap<String, usize>,
 }
 
 struct Message {
     name: String,
-    /// By number; None is unknown.
+    /// Fields, indexed by number. None is an unknown field.
     fields: Vec<Option<Field>>,
 }
 
 #[derive(Clone, Copy)]
 struct Field {
-    /// Message in the field.
+    /// Index of the field's message type. None for a field of another type.
     inside: Option<usize>,
     /// Memory of an element beside its contents, if the field is a list.
     each: usize,
@@ -50,7 +50,7 @@ struct Field {
     packed: bool,
 }
 
-/// Result of a walk over a message. A damaged message is left to prost, which decodes no more of it.
+/// Result of a walk over a message. The walk ends at damage: prost decodes nothing behind it, and refuses the message.
 #[derive(Default)]
 struct Seen {
     /// Memory of lists.
@@ -151,7 +151,7 @@ impl Request {
         KNOWN.requests.get(path).copied().map(Request)
     }
 
-    /// Returns the most memory of the message once decoded.
+    /// Returns the largest memory that the message can take once decoded.
     ///
     /// # Errors
     /// If it has a field that this server does not know.

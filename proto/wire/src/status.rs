@@ -73,7 +73,7 @@ pub fn fault_from_status(status: &Status, peer: &str) -> Fault {
         Code::DeadlineExceeded => {
             (FaultKind::Deadline, "check what the server waits for with `longshore status`")
         }
-        // Another program, or another version, listens there.
+        // Another program, or another version of the server, listens at the address.
         Code::Unimplemented => {
             (FaultKind::Internal, "check the address, and that server and worker are of one version")
         }

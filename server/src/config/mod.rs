@@ -28,7 +28,7 @@ pub struct Config {
     pub http: Option<SocketAddr>,
     /// Serve the status page and metrics beyond loopback.
     pub http_open: bool,
-    /// Names by which the status page may be asked for, beside IP addresses, localhost and this host's own.
+    /// Names by which the status page may be asked for, beside IP addresses, localhost and this host's own name.
     pub http_host: Vec<String>,
     /// Serve the status page and metrics over TLS, to identities that have all jobs.
     pub http_tls: bool,
@@ -46,9 +46,9 @@ pub struct Config {
     pub checkpoint_keep: usize,
     /// Longest time that a drain waits for the current step.
     pub drain_deadline: Duration,
-    /// Most connections at once. None: as many as the jobs' ranks need, and 1024 more.
+    /// Largest number of connections at once. None: as many as the jobs' ranks need, and 1024 more.
     pub max_connections: Option<usize>,
-    /// Folder of the server's certificate and of `identities.toml`. Some: TCP is encrypted.
+    /// Folder of the server's certificate and of `identities.toml`. TCP is encrypted if this folder is given.
     pub tls_dir: Option<PathBuf>,
     /// Serve TCP without encryption or authentication, also beyond loopback.
     pub insecure: bool,

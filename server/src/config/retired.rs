@@ -1,5 +1,5 @@
-//! Errors about names of settings. A mistyped name gets the nearest existing one, and a name of an earlier release its
-//! replacement.
+//! Errors about names of settings. The error for a mistyped name states the nearest existing name. The error for a name
+//! of an earlier release states its replacement.
 //!
 //! Flag, key and variable of one retired setting share its row. A row stays for one release.
 
@@ -35,7 +35,8 @@ pub(super) fn instead(name: &str, retired: &[Retired]) -> Option<&'static str> {
     retired.iter().find(|(flag, _)| *flag == name).map(|(_, instead)| *instead)
 }
 
-/// Adds the sentence to the parser's error about a retired flag. Other errors are returned unchanged.
+/// Adds the sentence about the replacement to the parser's error about a retired flag. Other errors are returned
+/// unchanged.
 pub fn explain(error: clap::Error, retired: &[Retired]) -> clap::Error {
     let flag = match (error.kind(), error.get(ContextKind::InvalidArg)) {
         (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) => flag,

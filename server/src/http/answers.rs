@@ -20,7 +20,7 @@ use super::{
 };
 use crate::service::Services;
 
-/// Responses built at once. Jobs share the pool of blocking threads with them.
+/// Largest number of responses built at once, since jobs share the pool of blocking threads with them.
 const MAKING: usize = 2;
 const TEXT: &str = "text/plain; charset=utf-8";
 const PAGE: &str = include_str!("page/index.html");
@@ -85,8 +85,8 @@ impl Answers {
         }
     }
 
-    /// Answers ready once each stored job was tried, and until a drain begins. A job that cannot be served is named,
-    /// and leaves the server ready for the others.
+    /// Answers ready once the server has tried to open each stored job, and until a drain begins. A job that cannot be
+    /// served is named, and leaves the server ready for the other jobs.
     fn ready(&self, names: bool) -> Response<Full<Bytes>> {
         let services = &self.services;
         let draining = services.draining.refuse();
@@ -124,7 +124,7 @@ impl Answers {
     }
 }
 
-/// Answers a request for a name that is not this server's.
+/// Answers a request that asks for another name than this server's.
 pub(super) fn misdirected(why: String) -> Response<Full<Bytes>> {
     answer(StatusCode::MISDIRECTED_REQUEST, TEXT, why)
 }
@@ -134,7 +134,8 @@ pub(super) fn unencrypted() -> Response<Full<Bytes>> {
     answer(StatusCode::BAD_REQUEST, TEXT, "this address speaks TLS: ask https://\n")
 }
 
-/// Answers a refused reader. A browser offered Basic prompts for name and password, and sends a token that way.
+/// Answers a refused reader. A browser that is offered Basic asks its user for name and password, and sends a token as
+/// the password.
 fn refusal(fault: &Fault) -> Response<Full<Bytes>> {
     if fault.kind != FaultKind::Unauthenticated {
         return answer(StatusCode::FORBIDDEN, TEXT, format!("{fault}\n"));

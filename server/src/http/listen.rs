@@ -25,8 +25,8 @@ use super::{
 };
 use crate::{accept::Accept, log::Seldom, places::Places, service::Services, trust::Readers};
 
-/// Connections at once. A further connection ends the oldest of the origin with the most, so a flood does not
-/// block probes.
+/// Largest number of connections at once. A further connection ends the oldest of the origin with most connections, so
+/// a flood does not block probes.
 const MOST: usize = 32;
 /// Longest wait for a request's headers, and for the next request of a connection.
 const HEADERS: Duration = Duration::from_secs(10);
@@ -40,7 +40,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// First byte of a TLS handshake record.
 const TLS_HANDSHAKE: u8 = 0x16;
 
-/// Serves until dropped.
+/// Serves the HTTP address until the future is dropped.
 pub(crate) async fn serve(
     mut listener: TcpListener,
     services: Services,
@@ -140,13 +140,13 @@ where
 
 /// The host's own name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
-/// Characters of a name in the refusal.
+/// Number of characters of a refused name that the answer shows.
 const SHOWN: usize = 80;
 
 /// Names by which the HTTP address may be asked for. A page of the internet can have its own name resolve to this
 /// address (DNS rebinding). Its script could then read the pages in a user's browser.
 ///
-/// IP addresses and names without a dot are allowed too: neither is the name of a public domain.
+/// IP addresses and names without a dot are allowed too, since no public domain has such a name.
 struct Hosts(Vec<String>);
 
 impl Hosts {

@@ -1,9 +1,10 @@
 //! `/metrics`, rendered at each scrape. Steps pay for a few counters, and nothing for the text.
 //!
-//! Readers that accept OpenMetrics, such as Prometheus, get it. Others get Prometheus' older text format.
+//! Readers that accept OpenMetrics, such as Prometheus, get that format. Other readers get Prometheus' older text
+//! format.
 //!
-//! The number of samples is bounded: about 60 a job, 19 of them its histogram's. Each of a job's first [`RANKS`] ranks
-//! adds one, and two for each transport of its payload. An identity adds 4, and a folder of `--state-dir` 56.
+//! The number of samples is bounded: about 60 a job, 19 of them of the histogram. Each of a job's first [`RANKS`] ranks
+//! adds one sample, and two for each transport of its payload. An identity adds 4, and a folder of `--state-dir` 56.
 
 use std::{
     fmt,
@@ -56,8 +57,8 @@ pub(super) fn text(services: Services, format: Format) -> String {
     if format == Format::Text { older(&text) } else { text }
 }
 
-/// Converts OpenMetrics to the older format. There a counter's family is named with `_total`, like its samples; units
-/// and an end are not written.
+/// Converts OpenMetrics to the older format, in which a counter's family is named with `_total`, like its samples. The
+/// older format has no units and no end mark.
 fn older(text: &str) -> String {
     let mut lines = Vec::new();
     for line in text.lines() {

@@ -21,20 +21,21 @@ use crate::{
     service::{Services, scaling_of},
 };
 
-/// Ranks of a job in the report. Ranks with the oldest last step, which the job waits for, come
+/// Largest number of ranks of a job in the report. Ranks with the oldest last step, which the job waits for, come
 /// first.
 const RANKS: usize = 256;
 
 /// Address at which workers reach this server.
 #[derive(Clone, Serialize)]
 pub(crate) struct Listen {
-    /// As for `--servers`. An IP address may be unspecified, such as 0.0.0.0.
+    /// Address in the form of `--servers`. An IP address may be unspecified, such as 0.0.0.0.
     pub(crate) address: String,
     /// The connection is encrypted.
     pub(crate) tls: bool,
 }
 
-/// The whole report. Values of one use have no type of their own; steps are many, and need no tree of values.
+/// The whole report. Values that one place writes have no type of their own. Steps have one, since a tree of values for
+/// each of many steps costs time.
 #[derive(Serialize)]
 struct Report {
     #[serde(flatten)]
@@ -142,7 +143,7 @@ fn members(placement: &Placement, layout: &Layout, version: Version) -> Vec<Valu
             "shards": owned.len(),
             "replicas": placement.replicas.iter().filter(|&&of| of == server).count(),
             "elements": owned.iter().map(|&shard| layout.shard_len(shard)).sum::<u64>(),
-            // Shards that moved there with the last steps.
+            // Shards that the last steps have moved to this member.
             "arriving": placement.handovers.iter().filter(arrives).count(),
         })
     };
@@ -215,8 +216,8 @@ fn ranks(services: &Services, seen: &Seen) -> Vec<Value> {
     ranks.into_iter().map(told).collect()
 }
 
-/// The last step that the reader has, for each job. `?after=STEP` sets it for all jobs, `?after=JOB:STEP` for one. A
-/// job without either is reported from its first kept step.
+/// The last step that the reader has, for each job. `?after=STEP` sets the step for all jobs, and `?after=JOB:STEP` for
+/// one job. A job without either is reported from its first kept step.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Wanted {
     all: u64,
@@ -244,7 +245,7 @@ impl Wanted {
     }
 }
 
-/// Held during `statvfs`. A network file system may hang: then one reader waits, and one thread is lost.
+/// Held during `statvfs`, so that a network file system that hangs stops only one reader and one thread.
 static ASKING: Mutex<()> = Mutex::new(());
 
 /// Returns a folder of `--state-dir`: the size of its file system, and the space that is free for unprivileged users. Both

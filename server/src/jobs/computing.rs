@@ -17,17 +17,17 @@ use super::{counters::Busy, stages::Stages};
 use crate::lock::lock;
 
 /// Works of a job with at most this many elements, all in memory, run on the thread that brings them. A block's update
-/// takes 60 us, about as long as the wake-ups that hand it over and its answer back.
+/// takes 60 us. The wake-ups that hand the work over and bring its answer back take about as long.
 const SMALL_ELEMENTS: u64 = 2 * BLOCK_ELEMENTS;
 
 /// Message to the compute thread.
 enum Task {
     Perform(Work),
-    /// Count a chunk that has reached the drives.
+    /// Counts chunks that have reached the drives.
     Collect,
 }
 
-/// The sender's end of a compute thread, which ends with it.
+/// Sender of tasks to a compute thread. The thread ends with the sender.
 pub(super) struct Computing {
     tasks: Arc<mpsc::Sender<Task>>,
     turn: Arc<Turn>,
@@ -66,10 +66,11 @@ impl Computing {
         Ok(Computing { tasks, turn, is_small })
     }
 
-    /// Performs the work here if no other work waits or runs, else on the compute thread. A send fails only after the
-    /// job has failed, and every later call reports that failure.
+    /// Performs a small job's work here if no other work waits or runs, else on the compute thread. A send fails only
+    /// after the job has failed, and every later call reports that failure.
     pub(super) fn perform(&self, work: Work) {
-        // An update waits for the copies of a snapshot, and this thread must not.
+        // While a snapshot copies, an update waits for the copies. This thread must not wait, so the compute thread
+        // takes the work.
         if self.is_small
             && self.turn.busy.queued() == 0
             && self.turn.job.snapshots.len() == 0

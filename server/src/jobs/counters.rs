@@ -44,7 +44,7 @@ impl Busy {
         Duration::from_nanos(self.sums.load(Relaxed))
     }
 
-    /// Returns the time of updates. On `nvme` it includes waits for drives.
+    /// Returns the time spent in updates. On `nvme` the time includes waits for drives.
     pub(crate) fn updates(&self) -> Duration {
         Duration::from_nanos(self.updates.load(Relaxed))
     }
@@ -61,7 +61,7 @@ impl Busy {
         self.queued.store(works, Relaxed);
     }
 
-    /// Returns the works that wait for the compute thread or run there.
+    /// Returns the number of works that wait for the compute thread or run there.
     pub(crate) fn queued(&self) -> u64 {
         (self.queued.load(Relaxed) + self.handed.load(Relaxed)) as u64
     }
@@ -69,8 +69,8 @@ impl Busy {
 
 /// Transports of payloads.
 const TRANSPORTS: [&str; 4] = ["tcp", "tls", "unix", "memfd"];
-/// Ranks counted separately, which have samples of their own. In a larger job the counts by state show a missing
-/// rank, and `longshore status` names it.
+/// Number of ranks that have samples of their own in the metrics. In a larger job the counts of ranks by state show a
+/// missing rank, and `longshore status` names it.
 pub(crate) const RANKS: usize = 64;
 
 type Counts = [AtomicU64; TRANSPORTS.len()];
@@ -177,7 +177,8 @@ impl CheckpointLog {
         *lock(&self.0) = Some(status);
     }
 
-    /// Records a failure. A passed version and a taken name do not count: the caller retries with another.
+    /// Records a failure. A version that has passed or a name that is taken does not count: the caller retries with
+    /// another.
     pub(crate) fn failed(&self, job: &str, name: &str, fault: &Fault) {
         if fault.field == "version" || fault.kind == FaultKind::Conflict {
             return;

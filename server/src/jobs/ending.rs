@@ -27,7 +27,7 @@ const OPENING: Duration = Duration::from_millis(10);
 
 /// A caller's wish to take the newest decision back.
 pub(crate) struct StepBack {
-    /// Fences rank 0's earlier processes.
+    /// Incarnation of the calling rank 0, which fences its earlier processes.
     pub(crate) incarnation: Incarnation,
     /// The version before the newest.
     pub(crate) version: Version,
@@ -43,7 +43,7 @@ impl Jobs {
 
     /// Returns once no job has users. The caller has ended all calls and has called `open_no_more`.
     pub(crate) async fn ended(jobs: Arc<Jobs>) {
-        // A job is listed only once it is open.
+        // A job that is being opened is not listed yet, but has a turn.
         while jobs.turns.any() {
             sleep(OPENING).await;
         }
@@ -66,7 +66,7 @@ impl Jobs {
             Err(_) => {}
         }
         let turn = self.turns.take(&name).await?;
-        // The job may have been opened meanwhile, so that it is readable after all.
+        // The job may have been opened since the first look, and then is readable after all.
         blocking(move || match self.get(name.as_str()) {
             Ok(handle) => self.delete_open(&handle),
             Err(fault) => self.delete_away(&name, fault, discard_unreadable, &turn),
@@ -99,7 +99,7 @@ impl Jobs {
         jobs.get(name).is_some_and(is_same) && jobs.remove(name).is_some()
     }
 
-    /// Deletes a job that is not open. `fault` is the reason.
+    /// Deletes a job that is not open. `fault` says why it is not open.
     fn delete_away(
         &self,
         name: &JobName,
@@ -122,8 +122,8 @@ impl Jobs {
         Ok(())
     }
 
-    /// Reopens a job at the version before its newest. Waits until its users drop it and its state is read. Nothing
-    /// happens if the caller is gone by the time of its turn.
+    /// Reopens a job at the version before its newest. Waits until its users drop it and its state is read. If the
+    /// caller has left before its turn, nothing happens.
     pub(crate) async fn step_back(
         self: Arc<Self>,
         name: &str,
@@ -156,11 +156,11 @@ impl Jobs {
         finished(tokio::spawn(act)).await
     }
 
-    /// Blocks while the state is read.
+    /// Opens the job again at `version`. Blocks while the state is read.
     fn reopen(&self, stored: StoredJob, version: Version, _: &Turn) -> Result<Arc<JobHandle>, Fault> {
         let storage = Storage { at_most: Some(version), ..self.storage.clone() };
         let handle = self.start(stored.clone(), &storage).inspect_err(|_| {
-            // The version before is not whole, so the job stays at its newest.
+            // The version before is not whole, so the job is opened at its newest version again.
             if let Err(fault) = self.start(stored, &self.storage) {
                 tracing::error!(%fault, "not opened again");
             }
@@ -189,8 +189,8 @@ impl Jobs {
     }
 }
 
-/// Refuses a step back by a caller that has not fenced, while rank 0 trains. Rank 0's next commit would follow a step
-/// that other servers took back.
+/// Refuses a step back by a caller that has not fenced the present rank 0, while that rank trains. Its next commit
+/// would follow a step that other servers took back.
 fn check_not_led(handle: &JobHandle, incarnation: Incarnation) -> Result<(), Fault> {
     let current = handle.job.protocol.ranks().first().and_then(|rank| rank.incarnation);
     match current.filter(|&current| current < incarnation && handle.processes.is_watching(Rank(0), current)) {

@@ -1,5 +1,5 @@
-//! Fetches of shards that other servers hand over to this one. A task of the job fetches them, and ends once no shard
-//! is awaited. The next decision that brings shards starts another task.
+//! Fetches of shards that other servers hand over to this server. A task of the job fetches the shards, and ends once
+//! no shard is awaited. The next decision that brings shards starts another task.
 
 use std::{
     collections::BTreeMap,
@@ -32,9 +32,9 @@ use tokio::time::{Instant, sleep, timeout};
 use super::JobHandle;
 use crate::{lock::lock, tasks::blocking};
 
-/// Shards that are fetched at once: one is written while the next one is on its way.
+/// Number of shards that are fetched at once: while one shard is written, the next is on its way.
 const AT_ONCE: usize = 2;
-/// Pause after a failed fetch, at first and at most.
+/// Pause after the first failed fetch. Pauses after further failures grow to [`LONGEST_PAUSE`].
 const PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// The longest silence of a server that sends a shard, once the shard's version is made.
@@ -42,7 +42,7 @@ const SILENCE: Duration = Duration::from_secs(20);
 /// Longest wait for each member of a job before the job is opened here.
 const REACH: Duration = Duration::from_secs(5);
 
-/// Characters of an obstacle that are kept.
+/// Largest number of characters kept of an obstacle: the text on why rank 0 cannot move shards.
 const MOST_SAID: usize = 1000;
 
 /// Fetches of one job.
@@ -59,7 +59,7 @@ pub(crate) struct Fetched {
     pub(crate) bytes: u64,
     /// Time that updates waited for a shard.
     pub(crate) held: Duration,
-    /// Why the last fetch failed. None once one has succeeded.
+    /// Fault of the newest failed fetch. None once a later fetch has succeeded.
     pub(crate) failure: Option<Fault>,
     /// Why rank 0 cannot move shards as an operator wants. Empty: nothing is in the way.
     pub(crate) obstacle: String,
@@ -72,7 +72,7 @@ struct Received {
     bytes: u64,
     /// The image of the version before came too.
     has_older: bool,
-    /// When an update began to wait for it.
+    /// Time at which an update began to wait for the shard.
     held_since: Option<Instant>,
 }
 
@@ -92,7 +92,7 @@ impl Fetching {
 
 impl JobHandle {
     /// Starts to fetch the shards that the job awaits, unless a task does so already. `tls_dir` has this server's
-    /// certificate, with which it calls others.
+    /// certificate, with which it calls other servers.
     pub(crate) fn fetch_awaited(self: &Arc<Self>, tls_dir: Option<&Path>) {
         if self.job.awaited().is_empty() || self.fetching.is_running.swap(true, Ordering::AcqRel) {
             return;
@@ -102,7 +102,8 @@ impl JobHandle {
             let mut closing = handle.closing();
             tokio::select! {
                 biased;
-                // A step back waits for the job's users, and a fetch may wait for a server that steps back too.
+                // A closed job ends the fetch. A step back waits for the job's users, and a fetch may wait for a server
+                // that steps back too.
                 _ = closing.wait_for(Option::is_some) => {}
                 () = handle.fetch_all(tls_dir.as_deref()) => {}
             }
@@ -121,7 +122,8 @@ impl JobHandle {
             if awaited.is_empty() || self.job.protocol.check_alive().is_err() {
                 return;
             }
-            // A shard of a later version may have to wait for one of this version.
+            // A shard of a later version may have to wait for a shard of this version. So only shards of one version
+            // are fetched together.
             let count = awaited.iter().take_while(|of| of.version == awaited[0].version).count();
             let first = &awaited[..count.min(AT_ONCE)];
             for shard in first {
@@ -152,7 +154,7 @@ impl JobHandle {
         }
     }
 
-    /// Waits until a decision has taken an awaited shard away, or an operator has named its source as lost.
+    /// Waits until a decision takes an awaited shard away, or an operator names the shard's source as lost.
     async fn until_given_up(&self, awaited: &Awaited) {
         let mut changed = self.changed.clone();
         if changed.wait_for(|_| !self.job.awaits(awaited)).await.is_err() {
@@ -237,8 +239,8 @@ impl JobHandle {
         Ok(Received { bytes: bytes as u64, has_older, held_since })
     }
 
-    /// Tells the owner that a new replica has a shard's state: the owner's updates wait for that. Repeats the call
-    /// until the owner answers, or has left the job. Other shards wait meanwhile.
+    /// Tells the owner that a new replica has a shard's state: the owner's updates wait for this message. Repeats the
+    /// call until the owner answers, or has left the job. Further shards are fetched only afterwards.
     async fn say_arrived(
         &self,
         client: &mut TensorsClient<Channel>,

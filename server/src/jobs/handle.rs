@@ -66,13 +66,14 @@ impl JobHandle {
         lock(&self.wanted).clone()
     }
 
-    /// Keeps a wish for other servers, unless a later one is known.
+    /// Keeps a wish for other servers, unless a later wish is known.
     pub(crate) fn want(&self, wanted: Wanted) {
         self.change_wish(|known, placement| known.take(wanted, placement));
         self.job.protocol.notify();
     }
 
-    /// Forgets an operator's words on lost servers that have left the job. Their addresses may be used again.
+    /// Forgets the servers that an operator has named as lost, once they have left the job. Other servers may then use
+    /// their addresses.
     pub(crate) fn forget_losses(&self) {
         self.change_wish(Wanted::forget_losses);
     }
@@ -87,8 +88,8 @@ impl JobHandle {
         self.perform(self.job.lose(lost));
     }
 
-    /// Takes the address at which a server of the job answers now. Shards are fetched from there, and the wish names
-    /// it so.
+    /// Takes the address at which a server of the job answers now. Shards are then fetched from this address, and the
+    /// wish names it too.
     pub(crate) fn readdress(&self, server: ServerId, address: &str) {
         let Some(before) = self.job.readdress(server, address) else { return };
         tracing::info!(job = %self.job.spec().name, %server, before, address, "a server of the job has another address");
@@ -109,7 +110,8 @@ impl JobHandle {
         self.history.note(Decided { pushed_bytes, pulled_bytes, update_seconds, ..decided });
     }
 
-    /// Opens the job in any phase. Its compute thread then finishes the updates that an earlier process had decided.
+    /// Opens the job in any phase. The job's compute thread then finishes updates that were decided under an earlier
+    /// process.
     pub(super) fn start(
         job: StoredJob,
         budget: &Budget,
@@ -163,7 +165,7 @@ impl JobHandle {
         }
     }
 
-    /// Performs work on the compute thread, or here where the job is small.
+    /// Performs work on the compute thread, or on this thread if the job is small.
     pub(crate) fn perform(&self, works: impl IntoIterator<Item = Work>) {
         works.into_iter().for_each(|work| self.computing.perform(work));
     }
@@ -183,7 +185,8 @@ impl JobHandle {
         self.closed.borrow().is_some()
     }
 
-    /// Stops contributions beyond the current step, if that has begun. Returns the version to wait for.
+    /// Stops contributions beyond the step that has begun, or beyond the present version if none has. Returns the
+    /// version to wait for.
     pub(crate) fn finish_step_in_hand(&self) -> Version {
         let version = self.job.progress().version;
         let last = version.0 + u64::from(self.job.protocol.is_step_begun());
@@ -220,7 +223,7 @@ impl JobHandle {
         self.closed.subscribe()
     }
 
-    /// Returns a channel that tells of every change, and closes when the job's last user has dropped it.
+    /// Returns a channel that tells of every change of the job, and closes when the job's last user has dropped it.
     pub(crate) fn changes(&self) -> watch::Receiver<u64> {
         self.changed.clone()
     }

@@ -1,5 +1,5 @@
-//! State hashes, computed once for all concurrent callers. Each block of a version is hashed once. Repeated
-//! requests by many callers are throttled to a small part of the time.
+//! State hashes, computed once for all concurrent callers. Each block of a version is hashed once. Between hashings for
+//! many callers there is a pause, so hashing takes a small part of the time.
 
 use std::{
     sync::{
@@ -18,11 +18,11 @@ use tokio::{
 
 use crate::tasks::blocking;
 
-/// Factor of the pause between hashes for many callers: 9 times the duration of the last hashing.
+/// Length of the pause between hashings for many callers, as a multiple of the last hashing's duration.
 const REST: u32 = 9;
-/// Longest such pause, since an operator may be among the callers.
+/// Longest pause between hashings, since an operator may be among the callers.
 const LONGEST_REST: Duration = Duration::from_secs(2);
-/// Most concurrent callers without a pause. People rarely exceed 4.
+/// Largest number of concurrent callers that are served without a pause. People are rarely more than 4.
 const FEW: usize = 4;
 
 /// Block hashes of one version of a job, in owned order.
@@ -34,7 +34,7 @@ pub(crate) struct Hashes {
 
 #[derive(Default)]
 pub(crate) struct Hashing {
-    /// Locked during hashing, also once its caller has gone, so that concurrent callers wait for its result.
+    /// Locked during hashing, also once the caller has gone, so that concurrent callers wait for the result.
     last: Arc<Mutex<Option<Last>>>,
     asking: AtomicUsize,
 }

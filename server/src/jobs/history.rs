@@ -12,7 +12,7 @@ use prometheus_client::metrics::histogram::Histogram;
 
 use crate::lock::lock;
 
-/// Steps kept: an hour of steps of 7 s. With 120 bytes each they take 60 KiB of a job.
+/// Number of steps kept: an hour with steps of 7 s. At 120 bytes a step, a job's history takes 60 KiB.
 const KEPT: usize = 512;
 /// Bucket bounds of step times, in seconds. Each is about twice the previous.
 const BOUNDS: [f64; 16] =
@@ -50,7 +50,8 @@ pub(crate) struct Decided {
     pub(crate) loss: Option<f64>,
     /// Exposed time of rank 0's trainer in the previous step. None if rank 0 reports none.
     pub(crate) exposed_seconds: Option<f64>,
-    /// Counters of the job at the decision, from its opening here. Differences of successive steps give rates.
+    /// Counters of the job at the decision, counted since the job was opened here. Differences between successive steps
+    /// give rates.
     pub(crate) pushed_bytes: u64,
     pub(crate) pulled_bytes: u64,
     pub(crate) update_seconds: f64,

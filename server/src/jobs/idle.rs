@@ -17,7 +17,7 @@ use crate::lock::lock;
 /// second apart, so calls need no bookkeeping.
 #[derive(PartialEq)]
 struct Sign {
-    /// Payload pushed and pulled.
+    /// Bytes of payload pushed and pulled.
     traffic: (u64, u64),
     version: Version,
     phase: Phase,
@@ -25,7 +25,7 @@ struct Sign {
     missing: usize,
     restoring: Option<Restoring>,
     ranks: Vec<RankProgress>,
-    /// Restores begun. A restore that only verifies changes nothing else.
+    /// Number of restores begun. A restore that only verifies changes no other field.
     restores: u64,
 }
 
@@ -49,7 +49,8 @@ impl Idle {
         Idle(Mutex::new(State { sign: Sign::of(job, 0), since: Instant::now() }))
     }
 
-    /// Returns how long the job has been unused. The pair holds the restores begun, and whether one is in progress.
+    /// Returns how long the job has been unused. The pair holds the number of restores begun, and whether a restore is
+    /// in progress.
     pub(super) fn look(&self, job: &Job, (restores, restoring): (u64, bool)) -> Duration {
         let sign = Sign::of(job, restores);
         let mut state = lock(&self.0);

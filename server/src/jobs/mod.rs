@@ -67,18 +67,19 @@ pub(crate) struct Jobs {
     compute: Arc<Compute>,
     /// None if callers show no identity.
     owners: Option<Arc<dyn Owners>>,
-    /// Set once each stored job was tried after the start.
+    /// Set once this process has tried to open each job that it found stored at its start.
     has_recovered: AtomicBool,
-    /// Set at shutdown: no further job is opened.
+    /// Set at shutdown. No job is opened afterwards.
     is_ending: AtomicBool,
-    /// Jobs that were deleted here since the server started. A job that this server has left has the addresses of the
-    /// servers that have it.
+    /// Jobs that were deleted here, or that this server has left, since the server's start. A job that the server has
+    /// left comes with the addresses of the job's servers.
     gone: Mutex<BTreeMap<JobName, Option<String>>>,
-    /// Held while room for a job is reckoned: seconds for a million shards, on threads that other calls need too.
+    /// Held while the room for a job is computed, so one call at a time computes. A million shards take seconds, on
+    /// threads that other calls need too.
     reckoning: Arc<tokio::sync::Mutex<()>>,
 }
 
-/// The most names in [`Jobs::gone`], of 128 bytes each.
+/// Largest number of names in [`Jobs::gone`], of 128 bytes each.
 const GONE_KEPT: usize = 4096;
 
 enum JobEntry {
@@ -98,7 +99,8 @@ struct Away {
 #[derive(Clone)]
 struct Kept {
     stored: StoredJob,
-    /// Bytes on drives. Computed once from the whole layout, since each question about an owner's usage needs it.
+    /// Bytes on drives. Computed once from the whole layout, since each question about an owner's usage needs the
+    /// number.
     drives: u64,
 }
 
@@ -131,7 +133,7 @@ fn deleted(name: &JobName) -> Fault {
     Fault::new(FaultKind::NotFound, "job", format!("{:?}", name.as_str()), DELETED, remedy)
 }
 
-/// Fault of a job in recovery. Workers retry it.
+/// Fault of a job in recovery. Workers repeat their call.
 fn recovering(name: &JobName) -> Fault {
     let remedy = "wait: its state is read and checked first";
     Fault::new(FaultKind::Unavailable, "job", format!("{name}, being recovered"), "open", remedy)
@@ -180,7 +182,7 @@ impl Jobs {
             let name = job.spec.name.clone();
             let _turn = self.turns.wait(&name);
             if let Ok(open) = self.get(name.as_str()) {
-                // A worker may have opened the job while others were recovered.
+                // A worker may have opened the job while other jobs were recovered.
                 if check_same(&open.stored(), &job).is_err() {
                     tracing::error!(job = %name, "kept twice, for different servers or numbers of them: one is left alone");
                 }
@@ -197,7 +199,7 @@ impl Jobs {
         self.has_recovered.store(true, Ordering::Release);
     }
 
-    /// Returns whether each stored job was tried after the start.
+    /// Returns whether this process has tried to open each job that it found stored at its start.
     pub(crate) fn has_recovered(&self) -> bool {
         self.has_recovered.load(Ordering::Acquire)
     }
@@ -259,7 +261,7 @@ impl Jobs {
         }
     }
 
-    /// Refuses a job that this server has left. A trainer that still names this server would begin it anew.
+    /// Refuses a job that this server has left. A trainer that still names this server would begin the job anew.
     fn check_not_moved(&self, name: &JobName) -> Result<(), Fault> {
         let gone = lock(&self.gone);
         let Some(Some(servers)) = gone.get(name) else { return Ok(()) };
@@ -286,10 +288,10 @@ impl Jobs {
         Ok(())
     }
 
-    /// Ends the job here in an hour, unless this server has a part in it by then. A server has no part in a job that
-    /// has left it, nor before a rank 0 or a restore gives it one.
+    /// Ends the job here in an hour, unless this server has a part in it by then. A server has no part in a job that it
+    /// has left. A new server gets its part from rank 0 or from a restore.
     pub(crate) fn end_unused(self: &Arc<Self>, handle: &Arc<JobHandle>) {
-        /// Servers that are opened for one wish differ in the time that they take for it: a terabyte takes minutes.
+        /// Servers of one wish become ready at different times, since touching a terabyte takes minutes.
         const UNUSED: Duration = Duration::from_secs(3600);
         let (jobs, handle) = (Arc::clone(self), Arc::downgrade(handle));
         tokio::spawn(async move {
@@ -337,9 +339,10 @@ impl Jobs {
         lock(&self.jobs).keys().map(JobName::to_string).collect()
     }
 
-    /// Returns the job of this name, created if absent. Waits while another call opens it. True: created.
-    /// `is_new` says that the server is no part of the job yet. A job that owns no shard here, or has left this server,
-    /// then begins anew. `incarnation` names rank 0's process, which fences earlier ones. For other callers it is 0.
+    /// Returns whether this call created the job, and the job of this name. Waits while another call opens the job.
+    /// `is_new` says that the server is no part of the job yet. A job that owns no shard here, or that has left this
+    /// server, is then replaced. `incarnation` names rank 0's process, which fences earlier ones. For other callers it
+    /// is 0.
     pub(crate) async fn open(
         self: Arc<Self>,
         wanted: StoredJob,
@@ -350,7 +353,7 @@ impl Jobs {
         blocking(move || self.open_now(wanted, is_new, incarnation, &turn)).await
     }
 
-    /// Blocks while memory is touched, and while a drive keeps the fence.
+    /// Opens the job as [`Jobs::open`] does. Blocks while memory is touched, and while a drive stores the fence.
     fn open_now(
         &self,
         wanted: StoredJob,
@@ -365,7 +368,7 @@ impl Jobs {
             handle.job.protocol.fence(Rank(0), incarnation)?;
             handle.job.protocol.keep_joined()
         };
-        // A call that was fenced must neither replace what a newer one has prepared, nor give away its room.
+        // A fenced call must be refused first: it could replace the job that a newer process has prepared.
         if let Ok(handle) = self.get(wanted.spec.name.as_str()) {
             fence(&handle)?;
         }
@@ -427,7 +430,7 @@ impl Jobs {
         if wanted.placement.epoch > placement.epoch {
             handle.job.make_room(&wants, |memory, drives| self.admit_more(&handle, memory, drives))?;
         }
-        // Ranks name the newest placement that they know. Before the first change all know the same one.
+        // Ranks name the newest placement that they know. Before the first change all ranks know the same placement.
         if wanted.placement.epoch == placement.epoch || wanted.placement.epoch == Epoch(1) {
             let same = placement.same_owners(&wanted.placement);
             same.map_err(|differs| self.way_to(&wanted.placement, &handle.job, differs))?;
@@ -451,7 +454,7 @@ impl Jobs {
         Fault { remedy, ..differs }
     }
 
-    /// Returns the number of a job's shards for which there is room beside those that are here.
+    /// Returns the number of a job's shards for which there is room, beside the shards that are here.
     pub(crate) async fn room(self: Arc<Self>, spec: JobSpec) -> Result<usize, Fault> {
         let layout = spec.validate()?;
         let turn = Arc::clone(&self.reckoning).lock_owned();
@@ -469,7 +472,7 @@ impl Jobs {
             };
             let kept = match handle {
                 Some(handle) if !handle.job.is_spare() => return Ok(handle.job.room(&self.storage)),
-                // Rank 0 opens a spare job anew.
+                // Rank 0 opens a spare job anew, so the memory of the present one is free then.
                 spare => spare.map_or(0, |handle| handle.job.memory_bytes()),
             };
             Ok(room(&spec, &layout, &self.storage, self.budget.free() + kept))
@@ -477,7 +480,7 @@ impl Jobs {
         .await
     }
 
-    /// Refuses a new job whose memory stored jobs need, which are not recovered yet.
+    /// Refuses a new job that would take the memory of stored jobs that are not recovered yet.
     fn leave_room(&self, wanted: &StoredJob) -> Result<(), Fault> {
         let awaited = |entry: &JobEntry| match entry {
             JobEntry::Away(away) => Some(away.kept.as_ref()?.stored.need(&self.storage).ok()?.total()),
@@ -494,7 +497,7 @@ impl Jobs {
         Err(Fault::new(FaultKind::Unavailable, "memory", format!("{wants} bytes"), limit, remedy))
     }
 
-    /// Returns a job whose recovery failed.
+    /// Returns a stored job that is not open: its recovery has failed, or is not over.
     fn stored(&self, name: &str) -> Option<StoredJob> {
         match lock(&self.jobs).get(&JobName::parse("job", name).ok()?)? {
             JobEntry::Away(away) => away.kept.as_ref().map(|kept| kept.stored.clone()),
@@ -541,8 +544,8 @@ fn unreadable(name: &JobName, fault: &Fault) -> Fault {
     Fault::new(FaultKind::Precondition, "job", value, "readable", remedy)
 }
 
-/// The spec that a server compares with its own. A job whose servers have changed may be in another tier than its
-/// ranks are started with.
+/// Returns the spec that a server compares with its own. A change of servers may have changed a job's tier. The tier
+/// that its ranks name is then not compared.
 fn as_kept(wanted: JobSpec, ours: &JobSpec, epoch: Epoch) -> JobSpec {
     let tier = if epoch > Epoch(1) { ours.tier } else { wanted.tier };
     JobSpec { tier, ..wanted }

@@ -12,8 +12,8 @@ use crate::{
 };
 
 impl Jobs {
-    /// Refuses a job that would exceed its owner's quota. Usage of the job here counts already. The job counts as
-    /// admitted until drop: by then the job is open, or has failed to open.
+    /// Refuses a job that would exceed its owner's quota. The job's present usage here is counted already. The job
+    /// counts as admitted until the result is dropped, when the job is open or has failed to open.
     pub(super) fn admit(&self, wanted: &StoredJob) -> Result<Option<Admitted<'_>>, Fault> {
         let Some((owner, quota)) = self.limited(wanted.owner.as_deref()) else { return Ok(None) };
         let need = wanted.need(&self.storage)?;

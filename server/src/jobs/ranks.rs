@@ -11,7 +11,7 @@ use longshore_wire::direct::{Account, Connection};
 use crate::lock::lock;
 
 /// Seats of a job's ranks, each taken by a connection until it ends or the job is closed. Admission has counted the
-/// memory of as many connections as there are seats.
+/// memory of one connection for each seat.
 pub(crate) struct Seats(Mutex<Taken>);
 
 struct Taken {
@@ -25,8 +25,8 @@ impl Seats {
         Seats(Mutex::new(Taken { most, accounts: Vec::new() }))
     }
 
-    /// Makes the connection a rank's if a seat is free. A dead process's connections keep theirs until found dead, so
-    /// callers ask again with later messages.
+    /// Makes the connection a rank's if a seat is free. A dead process's connections keep their seats until found dead,
+    /// so callers ask again with later messages.
     pub(crate) fn take(&self, connection: &Connection) {
         if connection.account.is_vouched() {
             return;
@@ -45,7 +45,7 @@ impl Seats {
         taken.accounts.iter().all(|account| account.strong_count() == 0)
     }
 
-    /// Takes all seats back, for good.
+    /// Takes all seats back, and gives out none afterwards.
     pub(super) fn close(&self) {
         let mut taken = lock(&self.0);
         taken.most = 0;

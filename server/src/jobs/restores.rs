@@ -51,7 +51,7 @@ pub(crate) struct Restores {
 
 /// Outcome that a caller waits for.
 enum Turn {
-    /// The caller's own act, begun by this call or an earlier one.
+    /// The caller's own act, begun by this call or by an earlier call.
     Mine(watch::Receiver<Outcome>),
     /// Another act on the same checkpoint, which must end first.
     Before(watch::Receiver<Outcome>),

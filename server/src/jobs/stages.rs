@@ -40,7 +40,8 @@ impl StepStage {
     }
 }
 
-/// Steps tracked at once. A delayed job receives step t, decides step t - 1, and sends the weights of version t - 2.
+/// Number of steps tracked at once. A delayed job receives step t, decides step t - 1, and sends the weights of version
+/// t - 2.
 const WATCHED: usize = 4;
 
 /// Total time of each stage since the job was opened here. Each chunk or slice, mostly 1 MiB, pays one clock read and
@@ -121,7 +122,7 @@ impl Stages {
         }
     }
 
-    /// Adds the time since the stage was last seen, if it has begun.
+    /// Adds the time since the stage's last event, if the stage has begun.
     fn go_on(&self, stage: StepStage, last: &mut Option<Instant>, now: Instant) {
         if let Some(last) = last {
             self.add(stage, now - mem::replace(last, now.max(*last)));
@@ -176,7 +177,7 @@ mod tests {
     fn what_no_step_here_explains_is_not_counted() {
         let (stages, now) = (Stages::default(), Instant::now());
         let pull = |version, at| stages.pulled(Version(version), at);
-        // Weights from before this process.
+        // Pulls of versions that were decided before this process began.
         [0, 7].into_iter().for_each(|version| {
             pull(version, now);
             pull(version, now + SECOND);

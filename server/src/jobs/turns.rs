@@ -15,10 +15,10 @@ use tokio::{
 
 use crate::lock::lock;
 
-/// A call's turn on a job, until drop.
+/// A call's turn on a job, which ends when it is dropped.
 pub(crate) type Turn = OwnedMutexGuard<()>;
 
-/// Jobs with a turn under way or waited for.
+/// Locks of the jobs on which a call has its turn, or waits for it.
 #[derive(Default)]
 pub(crate) struct Turns(Mutex<BTreeMap<JobName, Weak<Waiting<()>>>>);
 

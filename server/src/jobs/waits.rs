@@ -14,8 +14,8 @@ use tokio::{
 
 use super::JobHandle;
 
-/// Interval between two checks of the job by a call that waits for a version. Failures and restores come without a
-/// decision.
+/// Interval between two checks of the job by a call that waits for a version. The check is needed because failures and
+/// restores change a job without a decision.
 const LOOK: Duration = Duration::from_millis(100);
 /// Number of wait queues. A call for a version waits in the queue of the version modulo this number, so a decision
 /// wakes few calls.
@@ -54,7 +54,7 @@ impl JobHandle {
     }
 
     /// Acts as [`JobHandle::until`], for a check that waits for a version. The call sleeps until the version's step is
-    /// decided. Without that, 900 open calls of readers woke ten times a step and took a tenth of a core.
+    /// decided. Without this sleep, 900 open calls of readers woke ten times a step and took a tenth of a core.
     pub(crate) async fn until_version<T>(
         &self,
         version: Version,
@@ -92,7 +92,7 @@ impl JobHandle {
         }
         let value = check()?;
         if value.is_none() {
-            // A job with a failed store changes no more.
+            // A job with a failed store changes no more, so a wait would not end.
             self.job.protocol.check_alive()?;
         }
         Ok(value)

@@ -6,7 +6,8 @@
 //! 4. Write checkpoints if configured.
 //! 5. Stop serving.
 //!
-//! All jobs begin step 2 before any is waited for, and share one deadline. So many jobs drain in the time of one.
+//! All jobs begin step 2 before the drain waits for any of them, and share one deadline. So many jobs drain in the time
+//! of one job.
 
 use std::{sync::Arc, time::Duration};
 
@@ -27,7 +28,7 @@ use crate::{jobs::JobHandle, service::Services, tasks::blocking};
 const STOP_GRACE: Duration = Duration::from_secs(2);
 /// Interval at which the end of a job's connections is looked for.
 const LOOK: Duration = Duration::from_millis(100);
-/// Most checkpoints of one name, told apart by a number.
+/// Largest number of checkpoints of one name, told apart by a number behind the name.
 const MOST_NAMES: u32 = 100;
 
 impl Server {
@@ -44,20 +45,22 @@ impl Server {
         let checkpointed = self.write_checkpoints(&handles).await;
         self.stop.send_replace(true);
         if timeout(STOP_GRACE, &mut self.serving).await.is_err() {
-            // Some clients keep long calls open and do not hang up.
+            // Clients with long calls may not hang up, so the calls are aborted.
             self.serving.abort();
         }
         tracing::info!("stopped");
         Ok(checkpointed?)
     }
 
-    /// Writes one checkpoint of each job, in sequence: a disk is slower with several. Returns the last failure.
+    /// Writes one checkpoint of each job, in sequence: a disk is slower with several at a time. Returns the last
+    /// failure.
     async fn write_checkpoints(&self, handles: &[Arc<JobHandle>]) -> Result<(), Fault> {
         let mut written = Ok(());
         if !self.config.checkpoint_on_drain {
             return written;
         }
-        // The deadline bounds waits for unfinished updates. A job without them is written even later.
+        // The deadline bounds waits for unfinished updates. A job without unfinished updates is written even after the
+        // deadline.
         let deadline = std::time::Instant::now() + self.config.drain_deadline;
         for handle in handles {
             if let Err(fault) = self.checkpoint(handle, deadline).await {
@@ -77,7 +80,7 @@ impl Server {
         blocking(move || {
             let (name, part) = write_part(&store, &job, deadline)?;
             let (job, version, servers) = (&job.spec().name, part.version, part.servers);
-            // No client seals the checkpoint. The last server of a shared folder finds all parts.
+            // No client seals the checkpoint, so the last server of a shared folder does: it finds all parts.
             let sealed = store.seal_if_whole(job, &name, servers)?;
             if sealed {
                 store.prune(job, keep, &name)?;

@@ -16,8 +16,9 @@ use tokio::runtime::Handle;
 use tonic::{body::Body, service::Routes};
 use tower_service::Service;
 
-/// Calls of a step whose tasks end with their caller. These tasks run on the caller's runtime: each change of thread
-/// costs a small step 30 us. Tasks of any other call may outlast it, and run on the server's runtime.
+/// Paths of the calls of a training step, whose tasks end with their caller. Such tasks run on the caller's runtime,
+/// since each change of thread costs a small step 30 us. Tasks of other calls may outlast the call, and run on the
+/// server's runtime.
 const OF_CALLER: [&str; 4] = [PUSH, PULL, "/longshore.v1.Training/Stats", "/longshore.v1.Training/Watch"];
 
 pub(super) fn carry(users: &Routes, runtime: &Handle, request: Request<Body>) -> Answer {

@@ -74,8 +74,8 @@ impl Prepared {
     }
 }
 
-/// Checks the checkpoint folder. An unusable folder is an operator's mistake and fails the start. A full folder may
-/// be emptied later, so it only warns.
+/// Checks the checkpoint folder. An unusable folder is an operator's mistake and fails the start. A full folder may be
+/// emptied later, so the server only warns.
 fn check_checkpoints(store: &Store) -> Result<(), Fault> {
     match store.check_folder() {
         Ok(free) => {
@@ -90,7 +90,7 @@ fn check_checkpoints(store: &Store) -> Result<(), Fault> {
     }
 }
 
-/// Warns at start of limits that would otherwise surface only when hit.
+/// Warns at start of limits that would otherwise be noticed only when they are reached.
 pub(super) fn warn_of_limits(config: &Config, descriptors: usize) {
     if let Some(total) = total_memory().filter(|&total| config.memory > total) {
         let memory = config.memory;
@@ -119,8 +119,8 @@ pub(super) fn raise_descriptors() -> usize {
         .map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX))
 }
 
-/// Returns the number of connections that leaves descriptors for the rest. The rest is state files, checkpoints,
-/// and memfd links with their memory.
+/// Returns the number of connections that leaves enough descriptors for everything else. State files, checkpoints, and
+/// memfd links with their memory need some.
 pub(super) fn for_connections(limit: usize) -> usize {
     limit - (limit / 4).clamp(24, 1024).min(limit / 2)
 }

@@ -39,9 +39,10 @@ use crate::{
 /// Largest HTTP/2 DATA frame, which holds a chunk. At 1 MiB a push takes the least CPU time of both ends: 0.38 s/GB
 /// on loopback TCP. At 64 KiB it takes 0.52. At the default of 16 KiB a payload costs 64 writes and as many reads.
 const FRAME_BYTES: u32 = 1024 * 1024;
-/// A dead peer is detected after this interval to twice as much.
+/// Interval of pings to a silent peer. A dead peer is detected after one to two intervals.
 const KEEPALIVE: Duration = Duration::from_secs(20);
-/// Calls beyond the limit or against the protocol that a peer may open before its connection is closed.
+/// Number of refused calls after which a peer's connection is closed. Calls beyond the limit, or against the protocol,
+/// are refused.
 const MAX_REFUSED_CALLS: usize = 1024;
 
 pub(super) struct Serving {
@@ -104,7 +105,7 @@ impl Serving {
             http::serve(listener, services, listen, readers, &names).await
         });
         let serving = tokio::spawn(async move {
-            // Calls refer to links, so both end together.
+            // Calls refer to links, so the tasks of calls and of links end together.
             let both = async { tokio::try_join!(tcp, unix).map(|_| ()) };
             tokio::select! {
                 served = both => served,

@@ -26,7 +26,7 @@ pub(crate) struct Link {
     memories: Mutex<Vec<Arc<Foreign>>>,
 }
 
-/// A payload in a worker's memory, checked to lie inside it to its last byte.
+/// A payload in a worker's memory, checked to lie wholly inside that memory.
 pub(crate) struct Payload {
     memory: Arc<Foreign>,
     offset: u64,
@@ -102,7 +102,7 @@ impl Payload {
         Arc::new(self)
     }
 
-    /// Copies the payload's bytes from offset `from` into `target`. The worker may write them concurrently.
+    /// Copies the payload's bytes from offset `from` into `target`. The worker may write the bytes during the copy.
     pub(crate) fn copy(&self, from: usize, target: &mut [u8]) {
         self.memory.source(self.offset + from as u64, target.len() as u64).copy_to(target);
     }

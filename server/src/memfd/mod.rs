@@ -1,8 +1,8 @@
 //! Payloads through shared memory: links with workers of this host, and the memory each may refer to.
 //!
 //! The server copies a chunk into its slot and checks the copy. A lent gradient is read in place, at most until the
-//! step's update is done. The worker leaves both unchanged until then. In the other direction the worker maps the
-//! server's images.
+//! step's update is done. The worker changes neither before the server is done with it. In the other direction the
+//! worker maps the server's images.
 
 mod link;
 mod serve;
@@ -27,7 +27,7 @@ use crate::{
     lock::lock,
 };
 
-/// All links of a server, by the id that the worker uses.
+/// All links of a server, keyed by the id that the worker uses.
 pub(crate) struct Links {
     links: Mutex<HashMap<u64, Arc<Link>>>,
     offer: Option<v1::MemfdOffer>,

@@ -1,4 +1,4 @@
-//! The server's side of a link's socket: hello, memories, and the end.
+//! The server's side of a link's socket: the worker's hello, the memories that it passes, and the link's end.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -17,7 +17,8 @@ use crate::{
     log::Seldom,
 };
 
-/// Sockets at once; further ones are closed. Each costs a descriptor, and a process has some thousands.
+/// Largest number of sockets at once; further sockets are closed. Each costs a descriptor, and a process has some
+/// thousands.
 const MAX_SOCKETS: usize = 512;
 /// Longest wait for a message. A worker says hello on connecting, and reads answers at once.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -62,7 +63,7 @@ async fn attend(socket: &Socket, links: &Links, jobs: &Jobs) -> io::Result<()> {
     let open = Open { links, link };
     tracing::info!(job = %handle.job.spec().name, transport = "memfd", link = ?open.link, "rank linked");
     welcome(socket, &open.link, &handle).await?;
-    // A deleted job can be freed although a worker is still connected.
+    // Without this handle, a deleted job is freed although a worker is still connected.
     drop(handle);
     while let Some(packet) = socket.receive::<MemfdRequest>().await? {
         match memory(packet).and_then(|memory| open.link.take(memory)) {

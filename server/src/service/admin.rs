@@ -185,7 +185,7 @@ impl Services {
         }
     }
 
-    /// Returns the number of a job's further shards that fit here. None without a job.
+    /// Returns the number of further shards of a job that fit here. None if the request names no job.
     async fn room_for(&self, caller: &Caller, spec: Option<v1::JobSpec>) -> Result<Option<u32>, Fault> {
         let Some(spec) = spec else { return Ok(None) };
         let spec = JobSpec::from_wire(Some(spec))?;
@@ -200,7 +200,7 @@ impl Services {
         let is_named =
             |(index, address): (usize, &String)| !address.is_empty() && !servers[..index].contains(address);
         let most = MAX_SERVERS.min(handle.job.layout().shards() as usize);
-        // A word on lost servers is no wish.
+        // A request that names only lost servers is no wish, so it names no servers for the job.
         let is_word = servers.is_empty() && !request.lost.is_empty();
         if servers.is_empty() && !is_word || servers.len() > most || !servers.iter().enumerate().all(is_named)
         {

@@ -48,7 +48,8 @@ impl Services {
     ) -> Result<v1::SealCheckpointResponse, Fault> {
         let job = JobName::parse("job", &request.job)?;
         let name = JobName::parse("name", &request.name)?;
-        // A checkpoint of drained servers is sealed before the job is opened again.
+        // The author is checked if the job is open here. After a drain a checkpoint may be sealed before the job is
+        // opened again.
         if let Ok(handle) = self.jobs.get(&request.job) {
             check_author(&handle, author)?;
         }
@@ -61,7 +62,7 @@ impl Services {
             Ok(sealed)
         });
         let sealed = sealed.await;
-        // A checkpoint of a job that is not open here may be sealed too. Nothing is kept of it.
+        // A checkpoint of a job that is not open here may be sealed too, but no status keeps the result.
         if let Ok(handle) = self.jobs.get(&request.job) {
             match &sealed {
                 Ok(sealed) => handle.checkpoints.sealed(&request.name, sealed.version),
@@ -94,7 +95,7 @@ impl Services {
         Ok(v1::DiscardCheckpointResponse {})
     }
 
-    /// Lists the checkpoints, one list of a job at a time: a folder may have many.
+    /// Lists a job's checkpoints, for one call at a time, since a folder may have many.
     pub(super) async fn list(
         &self,
         job: &str,

@@ -1,4 +1,4 @@
-//! Describe and DescribeInParts. Lists grow with the model, so they are copied in pieces, as the reader takes them.
+//! Describe and DescribeInParts. Lists grow with the model, so lists are copied in pieces, as the reader takes them.
 
 use std::{ops::Range, sync::Arc};
 
@@ -15,11 +15,12 @@ use super::{
 };
 use crate::jobs::{Hashes, JobHandle};
 
-/// Bytes of a description beside its lists, and of each rank and step in it. A stock client must have room for them.
+/// Bytes of a description beside its lists, and bytes of each rank and each step in the description. A stock client
+/// must have room for them.
 const BESIDE_BYTES: usize = 64 * 1024;
 const RANK_BYTES: usize = 64;
 const STEP_BYTES: usize = 160;
-/// Bytes of a list's item as a packed number, and of a block's hash.
+/// Bytes of a packed number in a list, and bytes of a block's hash.
 const NUMBER_BYTES: usize = 5;
 const HASH_BYTES: usize = 44;
 
@@ -53,7 +54,7 @@ pub(super) async fn whole(
         let (params, others): (Vec<_>, Vec<_>) =
             lists.into_iter().partition(|(piece, _)| matches!(piece, Piece::Params(_)));
         let mut left = STOCK_MESSAGE_BYTES.saturating_sub(described.beside());
-        // Parameters take the most, so the other lists have room first.
+        // Parameters take the most bytes, so the other lists get room first.
         for list in [others, params] {
             let bytes: usize = list.iter().map(|(_, bytes)| bytes).sum();
             if bytes <= left {
@@ -136,7 +137,7 @@ impl Described {
             + STEP_BYTES * self.handle.history.after(0).len()
     }
 
-    /// Returns the pieces of all lists, each with its bytes.
+    /// Returns the pieces of all lists, each with its size in bytes.
     fn pieces(&self) -> Vec<(Piece, usize)> {
         let job = &self.handle.job;
         let missing = missing(&self.handle).len();
@@ -173,7 +174,7 @@ impl Described {
                 let replicas = replicas.iter().map(|replica| replica.0).collect();
                 part.placement = Some(v1::Placement { owners, replicas, ..Default::default() });
             }
-            // The job may have got weights meanwhile, so the list may be shorter.
+            // The job may have got weights since the pieces were cut, so the list may be shorter.
             Piece::Missing(at) => {
                 let missing = missing(&self.handle);
                 let missing_shards = missing.get(at.start..).unwrap_or_default();

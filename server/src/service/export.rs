@@ -1,4 +1,5 @@
-//! Export of one version while training goes on: its weights, rounded as asked, or all state. Readers are not workers.
+//! Export of one version while training goes on: its weights, rounded as asked, or all state. The readers need not be
+//! ranks of the job.
 
 use std::{
     ops::Range,
@@ -29,10 +30,10 @@ use crate::jobs::JobHandle;
 
 /// Messages built ahead of the network: 4 MiB for each export.
 const MESSAGES_AHEAD: usize = 4;
-/// Memory of those messages, of the message being built and of two encoded ones.
+/// Memory of an export: the messages ahead, the message being built, and two encoded messages.
 const EXPORT_BYTES: usize = (MESSAGES_AHEAD + 3) * CHUNK_BYTES;
-/// Longest wait for a reader to take one message. Training does not wait for the reader, but the copies for it stay in
-/// memory.
+/// Longest wait for a reader to take one message. Training does not wait for the reader, but the copies for the reader
+/// stay in memory.
 const STALL: Duration = Duration::from_secs(10);
 /// Interval at which an export that waits for its reader checks that the job still exists.
 const LOOK: Duration = Duration::from_millis(100);
@@ -117,12 +118,12 @@ async fn export(
     };
     handle.until(deadline, reached, late).await?;
     let (arrays, layout) = (exported.arrays(&handle.job), handle.job.layout().clone());
-    // From here on only the snapshot refers to the job, and does not keep it alive.
+    // From here on only the snapshot refers to the job, and a snapshot does not keep its job alive.
     drop(handle);
     let (runtime, ended) = (Handle::current(), snapshot.ended());
     let info = blocking(move || {
         snapshot.run(deadline.into_std(), |piece| {
-            // A frozen shard has weights alone.
+            // A frozen shard has weights and no state.
             let count = if layout.is_frozen(piece.shard) { 1 } else { arrays.len() };
             messages(piece, &arrays[..count], exported.dtype())
                 .try_for_each(|message| send(&runtime, &sender, &ended, message))

@@ -43,14 +43,14 @@ pub(crate) struct Services {
     pub(crate) jobs: Arc<Jobs>,
     pub(crate) draining: Draining,
     pub(crate) checkpoints: Option<Arc<Store>>,
-    /// Turns of calls that read or seal a job's checkpoints. Such a call takes a thread.
+    /// Turns of calls that read or seal a job's checkpoints. Turns keep such calls from taking a thread each.
     pub(crate) folders: Arc<Turns>,
     /// Sealed checkpoints kept of each job; None keeps all.
     pub(crate) checkpoint_keep: Option<usize>,
     pub(crate) links: Arc<Links>,
     /// Changes when a process fences an earlier one. Push calls then end the chunks of fenced processes.
     pub(crate) fences: sync::watch::Sender<u64>,
-    /// No shard of any job is kept here.
+    /// This server is a witness, which keeps no shard of any job.
     pub(crate) is_witness: bool,
     /// Limits of the memory that strangers share.
     pub(crate) bounds: Arc<Bounds>,
@@ -102,8 +102,8 @@ fn default_deadline() -> Instant {
     Instant::now() + Duration::from_millis(DEFAULT_DEADLINE_MS)
 }
 
-/// Changes a job between two steps: a pause, a resume, another placement. Its tier stores the change with the current
-/// version, once that version is durable.
+/// Changes a job between two steps: a pause, a resume, or another placement. The job's tier stores the change with the
+/// current version, once that version is durable.
 async fn stand(
     handle: &Arc<JobHandle>,
     change: impl Fn(&Job) -> Result<bool, Fault> + Send + Sync + 'static,
@@ -113,7 +113,7 @@ async fn stand(
     loop {
         changes.borrow_and_update();
         let (job, change) = (Arc::clone(&handle.job), Arc::clone(&change));
-        // The change may flush drives.
+        // The change may flush drives, so it runs on a blocking thread.
         if blocking(move || change(&job)).await? {
             return Ok(());
         }
@@ -135,7 +135,7 @@ impl Draining {
         self.begun.send_replace(true);
     }
 
-    /// Returns Unavailable once a drain has begun.
+    /// Refuses, with `Unavailable`, once a drain has begun.
     pub(crate) fn refuse(&self) -> Result<(), Fault> {
         if !*self.begun.borrow() {
             return Ok(());

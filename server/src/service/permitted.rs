@@ -9,10 +9,10 @@ use crate::trust::Caller;
 
 /// A message that names its job.
 pub(super) trait OfJob {
-    /// Field of the name.
+    /// Field of the message that holds the name.
     const FIELD: &str = "job";
 
-    /// Returns the name as the caller wrote it. None without the message that has it.
+    /// Returns the name as the caller wrote it. None if the part of the message that holds the name is absent.
     fn job(&self) -> Option<&str>;
 }
 
@@ -62,7 +62,7 @@ impl OfJob for v1::OpenJobRequest {
 }
 
 /// Checks that the caller may make its call on the message's job, and then the form of the job's name. A caller without
-/// the right hears of the right alone.
+/// the permission is told only that, and nothing about the name.
 pub(super) fn permit<M: OfJob>(caller: &Caller, message: &M) -> Result<(), Fault> {
     let job = message.job();
     match JobName::parse(M::FIELD, job.unwrap_or_default()) {

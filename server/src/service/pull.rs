@@ -1,9 +1,9 @@
 //! Pull: images for workers, slice by slice, each sent once its shard has the requested version.
 //!
-//! Marked calls send images from the update's own output, without a copy. A copy combined with the checksum cost as
-//! much as a send through a Unix socket. The update never waits for a slow reader. A slow reader gets bytes that fail
-//! their checksum, asks again, and learns that the version is gone. Other clients get copies, since HTTP/2 reads its
-//! payloads in this process, where an update may overwrite them.
+//! Marked calls send images from the update's own output, without a copy. A copy, made together with the checksum, cost
+//! as much as a send through a Unix socket. The update never waits for a slow reader. A slow reader gets bytes that
+//! fail their checksum, asks again, and learns that the version is gone. Other clients get copies, since HTTP/2 reads
+//! its payloads in this process, where an update may overwrite them.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
@@ -33,15 +33,16 @@ use tonic::{Status, body::Body};
 use super::{Services, permitted::permit, refuse, room::Room};
 use crate::{jobs::JobHandle, trust::Caller};
 
-/// Messages built ahead of the network: one in flight, one ready. The checksum brings a message into cache, and more of
-/// them would be evicted before the socket reads them. A stranger's second message is built once the first was taken.
+/// Messages built ahead of the network: one in flight, one ready. The checksum brings a message into cache. With more
+/// messages ahead, some would be evicted before the socket reads them. A stranger's second message is built once the
+/// first was taken.
 const MESSAGES_AHEAD: usize = 2;
 
-/// Messages whose weights are read from drives ahead of the current one. A drive is near its best with four requests of
-/// a MiB.
+/// Number of messages whose weights are read from drives ahead of the current message. A drive is near its best with
+/// four requests of a MiB.
 const READS_AHEAD: usize = 4;
 
-/// Memory of a pull's slices, each as received and as kept.
+/// Memory of one slice of a pull, which the call holds as received and as kept.
 const SLICE_BYTES: usize = 2 * size_of::<Slice>();
 
 /// Answers a Pull call, whose connection has this `room`.
@@ -90,7 +91,7 @@ struct Pull {
     dtype: Dtype,
     version: Version,
     wait: Duration,
-    /// Answers only place slices in the images' memory, which the reader has mapped.
+    /// Answers name each slice's place in the images' memory, which the reader has mapped, and carry no weights.
     in_place: bool,
     /// Room for copied payloads.
     room: Room,
@@ -124,8 +125,8 @@ impl Pull {
 
     /// Sends all slices. With `payloads`, bytes of images bypass HTTP/2 if possible.
     async fn send(self, sender: Pieces, mut payloads: Option<Payloads>) {
-        // A larger slice delays a reader that waits for its start. In shared memory a shard is ready as a whole. Frozen
-        // weights are sent, since they are stored with the state.
+        // A larger piece delays a reader that waits for the start of its slice. In shared memory a shard is ready as a
+        // whole. Frozen weights are sent, since they are stored with the state.
         let job = &self.handle.job;
         let most = |slice: &Slice| match self.in_place && !job.layout().is_frozen(slice.shard) {
             true => u64::MAX,
@@ -153,7 +154,8 @@ impl Pull {
             if sender.send(piece).await.is_err() || failed {
                 return;
             }
-            // With four messages ahead, 50 strangers a second that read none made the server copy 1.3 GB/s.
+            // The second message waits until the first is taken. With four messages ahead, 50 strangers a second that
+            // read none made the server copy 1.3 GB/s.
             if let Some(taken) = taken.filter(|_| is_first) {
                 tokio::select! {
                     _ = taken => (),
@@ -166,8 +168,8 @@ impl Pull {
         }
     }
 
-    /// Builds a message of the first slice, once its shard has the version. The other slices come next. `past` permits
-    /// the payload to bypass HTTP/2.
+    /// Builds a message of the first slice, once its shard has the version. The other slices are only read ahead.
+    /// `past` permits the payload to bypass HTTP/2.
     async fn message(&self, slices: &[Slice], past: bool) -> Result<Outgoing, Fault> {
         match (self.in_place, past) {
             (true, _) => match self.place(slices[0]).await? {
@@ -195,7 +197,7 @@ impl Pull {
         self.handle.stages.pulled(self.version, std::time::Instant::now());
     }
 
-    /// Returns the fields of an answer beside the weights.
+    /// Returns an answer with all fields except the weights.
     fn head(&self, slice: Slice) -> v1::PullResponse {
         let (shard, offset, decided_by) = (slice.shard.0, slice.offset, self.decided_by());
         v1::PullResponse { shard, offset, decided_by, ..Default::default() }
@@ -249,14 +251,14 @@ impl Pull {
         self.handle.job.reads_state(slice.shard)
     }
 
-    /// Reads the first slice, and prefetches the others.
+    /// Reads the first slice, and starts to read the other slices from drives.
     async fn read<T>(
         &self,
         slices: &[Slice],
         read: impl Fn() -> Result<Option<T>, Fault>,
     ) -> Result<T, Fault> {
         let slice = slices[0];
-        // A drive read takes longer than other calls of this thread may wait.
+        // A read from a drive takes longer than other calls of this thread may wait.
         let waits = self.reads_drives(slice);
         let read = || {
             slices.iter().for_each(|slice| self.handle.job.read_ahead(slice, self.version));
@@ -265,7 +267,8 @@ impl Pull {
         self.once_ready(slice, || if waits { tokio::task::block_in_place(read) } else { read() }).await
     }
 
-    /// Reserves room for a copied payload once the payload can be read. The wait for a version may take a day.
+    /// Reserves room for a copied payload once the payload can be read. The wait for a version may take a day, and must
+    /// hold no room.
     async fn room_for(&self, slice: Slice) -> Result<Held, Fault> {
         self.once_ready(slice, || self.handle.job.has_image(&slice, self.version)).await?;
         let bytes = slice.elements * self.dtype.bytes();
@@ -293,7 +296,7 @@ impl Outgoing {
     }
 }
 
-/// A copied part of an image. Its job's memory counts as used meanwhile.
+/// A copied part of an image. Its job's memory counts as used until the copy is dropped.
 struct Copied {
     bytes: Vec<u8>,
     _handle: Arc<JobHandle>,

@@ -3,8 +3,8 @@
 //! A chunk's fields precede its payload. So the chunk is admitted first. The connection's task then reads the payload
 //! from the socket straight into its slot. Without a mark the payload is copied there from HTTP/2's frames.
 //!
-//! The stream is not read further while that slot is busy: HTTP/2 flow control holds a fast rank back. Beside the
-//! slots the server buffers only the HTTP/2 window. A payload of a link is lent from the worker's memory, or copied
+//! The stream is not read further while the chunk's slot is busy: HTTP/2 flow control holds a fast rank back. Beside
+//! the slots the server buffers only the HTTP/2 window. A payload of a link is lent from the worker's memory, or copied
 //! from there once its slot is free.
 
 mod place;
@@ -34,10 +34,11 @@ use self::{
 use super::{Services, refuse};
 use crate::trust::Caller;
 
-/// Longest time that an acknowledgement waits for others. No worker waits for an acknowledgement: a commit releases
-/// the gradients that the worker retains. With 1 ms each step of a small job woke both ends once more.
+/// Longest time that an acknowledgement waits for others to share its message. No worker waits for an acknowledgement:
+/// a commit releases the gradients that the worker retains. With 1 ms each step of a small job woke both ends once
+/// more.
 const RESULTS_DELAY: Duration = Duration::from_millis(10);
-/// Timeout of silence in the middle of a chunk, detected after 10 to 20 s.
+/// Longest silence in the middle of a chunk. A silent peer is detected after 10 to 20 s.
 const CHUNK_SILENCE: Duration = Duration::from_secs(10);
 
 /// Answers a Push call.
@@ -69,7 +70,7 @@ pub(super) fn answer(
 struct Stream {
     intake: SharedIntake<PushRequest, Receiving>,
     body: Body,
-    /// Some until the first bytes have come, which show whether the call is marked.
+    /// Taps of the connection. None once the first bytes have come, which show whether the call is marked.
     taps: Option<Taps>,
     /// Bytes from h2 that the intake has not taken yet.
     rest: Bytes,
@@ -82,13 +83,13 @@ struct Stream {
     due: Option<Instant>,
 }
 
-/// The call is over, and its caller knows or is gone.
+/// The call is over. The caller has been told, or has left.
 struct Over;
 
 impl Stream {
     async fn run(mut self) {
         let (intake, mut fences) = (self.intake.clone(), self.intake.lock().sink.fences());
-        // Beside the call: an acknowledgement may wait for a stopped process.
+        // Runs beside the call, which may wait for a stopped process to read an acknowledgement.
         let cut = async {
             while fences.changed().await.is_ok() {
                 let sink = &mut intake.lock().sink;

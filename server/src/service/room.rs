@@ -25,7 +25,8 @@ use tonic::{Response, Status};
 
 use crate::tasks::blocking;
 
-/// Memory of an answer of many elements, by its encoded size: the message itself and its encoding.
+/// Memory of an answer of many elements, as a multiple of its encoded size. The memory holds the message itself and its
+/// encoding.
 const COPIES: usize = 3;
 
 /// A call's room.
@@ -43,7 +44,7 @@ impl Room {
         self.0.is_vouched()
     }
 
-    /// Reserves room once there is some.
+    /// Waits until there is room, and reserves it.
     ///
     /// # Errors
     /// `Unavailable` at the deadline, and `Exhausted` at once if it never fits.
@@ -54,13 +55,13 @@ impl Room {
         timeout_at(deadline, self.0.room(bytes)).await.map_err(|_| no_room("answer", bytes))
     }
 
-    /// Reserves room if there is some now.
+    /// Reserves room, if there is room now.
     pub(super) fn hold_now(&self, field: &str, bytes: usize) -> Result<Held, Fault> {
         self.0.hold(bytes).ok_or_else(|| no_room(field, bytes))
     }
 
-    /// Builds an answer that is kept within the call's room. Without room the message is built again once there is
-    /// some: no waiting call keeps one.
+    /// Builds an answer that is kept within the call's room. Without room the message is dropped, and built again once
+    /// there is room, so no waiting call keeps a message.
     pub(super) async fn make<T: Message>(
         &self,
         deadline: Instant,
@@ -113,8 +114,8 @@ impl<T> Kept<T> {
     }
 }
 
-/// A stream of answers. The room of an answer is released as the next answer is asked for: by then the reader takes
-/// bytes.
+/// A stream of answers. The room of an answer is released when HTTP/2 asks for the next answer, since the reader then
+/// takes bytes.
 pub(crate) struct Answers<T> {
     receiver: mpsc::Receiver<Result<Kept<T>, Status>>,
     last: Option<Held>,

@@ -28,10 +28,10 @@ pub(super) fn stream(
         for &shard in owned.iter().rev().filter(trained) {
             let stats = tokio::select! {
                 stats = shard_stats(&handle, shard, step, deadline, &room) => stats,
-                // The wait for a step that does not come would keep the connection of a rank that is gone.
+                // Without this branch, a wait for a step that never comes would keep a gone rank's connection.
                 () = sender.closed() => return,
             };
-            // A decision has taken the shard from this server meanwhile.
+            // None: a decision has taken the shard from this server since the call began.
             let Some(stats) = stats.transpose() else { continue };
             let stats = stats.map_err(|fault| refuse("Stats", handle.job.spec().name.as_str(), fault));
             let failed = stats.is_err();

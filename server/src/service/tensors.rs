@@ -172,6 +172,6 @@ async fn store(services: &Services, request: v1::UploadRequest) -> Result<(), Fa
         crc32: request.crc32,
     };
     let handle = services.jobs.get(&request.job)?;
-    // The last chunk also builds the first image of every shard.
+    // The call with the last chunk also builds the first image of every shard, which takes long.
     blocking(move || handle.job.upload_chunk(incarnation, part, &request.payload)).await
 }

@@ -148,11 +148,11 @@ impl Services {
         }
         self.check_not_evicted(&spec.name).await?;
         let server = ServerId(request.server);
-        // A witness fetches nothing.
+        // A witness fetches no shard, so it need not reach other servers.
         if request.is_new && !self.is_witness {
             let (job, placement, tls_dir) = (spec.name.clone(), placement.clone(), self.tls_dir.clone());
             let check = async move { check_reached(&job, &placement, server, tls_dir.as_deref()).await };
-            // In a task of its own, other servers' answers are no messages of this call.
+            // The check is a task of its own: other servers' answers do not count as messages of this call.
             finished(tokio::spawn(check)).await?;
         }
         let jobs = self.jobs.clone();
@@ -207,7 +207,8 @@ impl Services {
     ) -> Result<Kept<v1::JoinResponse>, Fault> {
         let handle = self.jobs.get(&request.job)?;
         let (rank, incarnation) = (Rank(request.rank), wire::incarnation_from_wire(request.incarnation)?);
-        // Chunks under way of an earlier process end here. A slow link could take minutes to their ends.
+        // Chunks of an earlier process that are still arriving end here. A slow link could take minutes to deliver
+        // them.
         handle.job.protocol.fence(rank, incarnation)?;
         self.fences.send_modify(|count| *count += 1);
         if let Some(connection) = connection {
@@ -223,14 +224,14 @@ impl Services {
         // Join is busy only while contributions of the previous process are summed, or go to a drive.
         let world_size = Some(request.world_size).filter(|&world_size| world_size != 0);
         let join = || {
-            // A step may be decided before this call is answered, above all during a wait for a drive. The answer
-            // must still name the version at the join. The rank has no gradient of that step, and a server that lost
-            // it would wait in vain.
+            // A step may be decided before this call is answered, above all during a wait for a drive. The answer must
+            // still name the version at the join. The joining process has no gradient of that step. A server that lost
+            // the step would wait for the gradient in vain.
             let progress = handle.job.progress();
             let joined = handle.job.join(rank, incarnation, world_size)?;
             Ok(joined.then(|| Progress { world_size: handle.job.progress().world_size, ..progress }))
         };
-        // The rank asks again until its own deadline, and then says why it waited.
+        // The rank repeats the call until its own deadline, and then reports why it waited.
         let waits_for = |of: u32| rank != Rank(0) && world_size.is_some_and(|world_size| world_size != of);
         let late = || match handle.job.progress().world_size {
             of if waits_for(of) => {
@@ -251,7 +252,7 @@ impl Services {
         if rank == Rank(0) {
             request.moved.iter().for_each(|of| handle.readdress(ServerId(of.server), &of.address));
         }
-        // After a restart of this server, its ranks join again.
+        // After a restart of this server its ranks join again, and the first join resumes the fetches.
         handle.fetch_awaited(self.tls_dir.as_deref());
         let (version, transport) = (progress.version.0, self.transport);
         tracing::info!(job = request.job, %rank, %incarnation, version, transport, "rank joined");
@@ -274,7 +275,7 @@ impl Services {
         let decided = Decided::now(&commit, request.report);
         let (duplicate, works) = handle.job.commit_from(incarnation, commit, Origin(request.origin))?;
         if !duplicate {
-            // Recorded before any of its updates can be done.
+            // The decision is recorded before any of its updates can be done.
             handle.stages.decided(step, std::time::Instant::now());
         }
         handle.perform(works);
@@ -299,7 +300,7 @@ impl Services {
                 tracing::warn!(job = request.job, %step, reason = pause, "job paused");
             }
         }
-        // Weights that are ready leave before the answer: rank 0 then wakes once.
+        // Weights that are ready leave before the answer, so rank 0 wakes once for both.
         tokio::task::yield_now().await;
         tracing::debug!(job = request.job, %step, skip, duplicate, "committed");
         Ok(v1::CommitResponse { duplicate })
@@ -317,7 +318,7 @@ impl Services {
         let most = handle.job.spec().world_size;
         let world_size = if progress.world_size < most { progress.world_size } else { 0 };
         let left_out = wire::left_outs_from_wire(progress.left_out);
-        // A pause that came with the commit is in that. Another one is kept by itself.
+        // A pause that came with the commit is part of the commit. A later pause is kept by itself.
         let is_paused_since =
             !progress.pause_reason.is_empty() && commit.as_ref().is_none_or(|of| of.pause_reason.is_empty());
         let paused = Standing { paused: Some(progress.pause_reason), loss_scale: None };
@@ -329,8 +330,8 @@ impl Services {
             let joined = Joined {
                 incarnation: wire::incarnation_from_wire(member.incarnation)?,
                 at: Version(member.joined_at),
-                // Other ranks join this server later. The answer that names them may tell of a process that has only
-                // fenced.
+                // Ranks other than 0 join this server later. The answer that names such a rank may name a process that
+                // has only fenced.
                 fence_only: member.rank != 0,
                 world_size,
             };
@@ -356,7 +357,7 @@ impl Services {
         let servers: BTreeSet<&str> = placement.addresses().collect();
         let is_wanted = servers == wanted.servers.iter().map(String::as_str).collect();
         stand(&handle, move |job| job.place(incarnation, version, placement.clone())).await?;
-        // No commit of rank 0 says so.
+        // Without a rank 0 no commit reports that the wish is fulfilled.
         if is_settled && is_wanted {
             handle.fetching.note_report("", wanted.asked_micros);
         }
@@ -372,7 +373,8 @@ impl Services {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let handle = self.jobs.get(&request.job)?;
         if handle.job.is_spare() && handle.job.progress().phase == Phase::Loading {
-            // The wish that it was opened for is withdrawn, unless a newer process has opened it for another one.
+            // The wish that this job was opened for is withdrawn. The fence fails if a newer process has opened the job
+            // for another wish.
             handle.job.protocol.fence(Rank(0), incarnation)?;
             drop(handle);
             return Arc::clone(&self.jobs).delete(&request.job, false).await;

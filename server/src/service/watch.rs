@@ -23,12 +23,12 @@ struct Told {
     step: Step,
     pauses: u64,
     resumes: u64,
-    /// Number of an operator's words that the watcher has heard.
+    /// Number of the operator's latest request (`Wanted::words`) that the watcher has been sent.
     wanted: u64,
 }
 
-/// Starts a stream of events. `is_rank`: the caller may be the rank that it names. The open stream then shows that the
-/// rank's process lives.
+/// Starts a stream of events. `is_rank` means that the caller may be the rank that it names. The open stream then shows
+/// that the rank's process lives.
 pub(super) fn stream(
     services: &Services,
     request: &v1::WatchRequest,
@@ -49,12 +49,12 @@ pub(super) fn stream(
         loop {
             let news = tokio::select! {
                 news = next_news(&handle, &told) => news,
-                // Detects a watcher that hung up: a job that never moves would keep the task forever.
+                // A watcher that hung up ends the task, which a job without news would otherwise keep for ever.
                 () = sender.closed() => return,
             };
             let (news, mut failed) = news.map_or_else(|fault| (Vec::new(), Some(fault)), |news| (news, None));
             for news in news {
-                // A commit may hold a MiB of the trainer's state, so each is copied only when it is sent.
+                // A commit may hold a MiB of the trainer's state, so each commit is copied only when it is sent.
                 let event = room.make(default_deadline(), || news.event(&handle));
                 let event = tokio::select! {
                     event = event => event,
@@ -122,7 +122,7 @@ impl News {
     }
 }
 
-/// Waits for news. A watcher has no deadline of its own, so the wait takes the longest.
+/// Waits for news. A watcher has no deadline of its own, so the wait has the longest deadline of any call.
 async fn next_news(handle: &Arc<JobHandle>, told: &Told) -> Result<Vec<News>, Fault> {
     let deadline = Instant::now() + Duration::from_millis(MAX_DEADLINE_MS);
     let check = || news(handle, told).map(|news| (!news.is_empty()).then_some(news));

@@ -7,11 +7,11 @@ use tonic::{Code, Status};
 use super::caller::Caller;
 
 const REFUSED: &str = "refused";
-/// The effects of the call may be done, or still in progress.
+/// Outcome of a call whose effects may be done, or still in progress.
 const UNKNOWN: &str = "unknown";
 
-/// Audit record of a call in progress. A drop before the answer means that the caller gave up or the server closed the
-/// connection. Work already begun continues.
+/// Audit record of a call in progress. A record dropped before the answer means that the caller gave up, or that the
+/// server closed the connection. Work already begun continues.
 pub(super) struct Record {
     caller: Caller,
     noted: bool,
@@ -58,7 +58,7 @@ pub(super) fn refused(caller: &Caller, fault: &Fault) {
     line(caller, REFUSED, Some(&fault.to_string()));
 }
 
-/// Logs once a stream that a message was refused for its sender. The stream's answer tells the caller alone.
+/// Logs, once a stream, that a message was refused because of its sender. The stream's answer tells only the caller.
 pub(crate) fn note_refused_message(caller: &Caller, fault: &Fault) {
     if caller.is_first_refusal() {
         denied(caller, &fault.to_string());
@@ -66,7 +66,7 @@ pub(crate) fn note_refused_message(caller: &Caller, fault: &Fault) {
 }
 
 fn denied(caller: &Caller, why: &str) {
-    // Earlier permitted messages may have taken effect.
+    // Messages that were permitted earlier in the call may have taken effect.
     line(caller, if caller.was_permitted() { UNKNOWN } else { REFUSED }, Some(why));
 }
 

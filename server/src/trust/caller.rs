@@ -24,12 +24,12 @@ struct Calling {
     asked: Mutex<Asked>,
 }
 
-/// Requests of a call so far.
+/// Messages of a call so far.
 #[derive(Default)]
 struct Asked {
     /// Job of the last message.
     job: Option<String>,
-    /// The call was permitted on that job once, so it may have taken effect.
+    /// The call was once permitted on the job, so it may have taken effect.
     permitted: bool,
     /// A refused message is already in the audit log.
     noted: bool,
@@ -77,7 +77,7 @@ impl Caller {
         checked
     }
 
-    /// Checks the caller on a name that is none. The record does not keep it.
+    /// Checks the caller for a job whose name is invalid. The audit record does not keep such a name.
     pub(crate) fn may_name(&self, job: &str) -> Result<(), Fault> {
         self.check(Some(job))
     }
@@ -87,7 +87,7 @@ impl Caller {
         lock(&self.0.asked).permitted
     }
 
-    /// Returns true on its first call.
+    /// Returns true the first time, so that one refused message of a stream is logged.
     pub(super) fn is_first_refusal(&self) -> bool {
         !std::mem::replace(&mut lock(&self.0.asked).noted, true)
     }
@@ -116,7 +116,7 @@ impl Caller {
         self.permit_for(TEND, "Export with state")
     }
 
-    /// Checks that the caller may ask for other servers. A rank may say that some are lost.
+    /// Checks that the caller may ask for other servers. A rank needs no such permission to name servers as lost.
     pub(crate) fn permit_wish(&self) -> Result<(), Fault> {
         self.permit_for(OPERATE, "Scale with servers")
     }
@@ -146,9 +146,9 @@ impl Caller {
     /// Counts the connection for the caller's identity.
     ///
     /// # Errors
-    /// If the identity has reached its quota of connections, and this one is not counted yet.
+    /// If the identity has reached its quota of connections, and this connection is not counted yet.
     ///
-    /// The connection keeps the credential, and ends once that shows no identity any more.
+    /// The connection keeps the credential, and ends once the credential shows no identity any more.
     pub(super) fn be_present(&self, connection: Option<&Connection>) -> Result<(), Fault> {
         let (Who::Listed { register, credential }, Some(connection)) = (&self.0.who, connection) else {
             return Ok(());
@@ -220,7 +220,7 @@ impl Caller {
         }
     }
 
-    /// Returns whether the permission may be revoked during the call.
+    /// Returns whether the caller is a listed identity, whose permission may be revoked during the call.
     pub(super) fn is_listed(&self) -> bool {
         matches!(self.0.who, Who::Listed { .. })
     }

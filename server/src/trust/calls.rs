@@ -5,7 +5,7 @@ use super::identities::Role::{self, Operator, Reader, Worker};
 /// Scope of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scope {
-    /// A job, named in the message.
+    /// The job that the message names.
     Job,
     /// All jobs: only an identity with the jobs `*` may make it.
     AllJobs,
@@ -17,7 +17,7 @@ pub(super) enum Scope {
 #[derive(Debug)]
 pub(super) struct Call {
     path: &'static str,
-    /// Roles, of which one is enough.
+    /// Roles that may make the call. An identity needs one of them.
     pub(super) roles: &'static [Role],
     pub(super) scope: Scope,
     /// The call is logged for audit.
@@ -46,8 +46,8 @@ const fn without_job(path: &'static str) -> Call {
 /// Reading the HTTP address, whose pages show all jobs. The path is no gRPC path, so no call matches it.
 pub(super) static PAGES: Call = Call { path: "/http", roles: ALL, scope: Scope::AllJobs, audited: false };
 
-/// Rank 0 writes checkpoints, steps back and restores during training, so these need no operator. Calls that give up
-/// state do.
+/// Rank 0 writes checkpoints, steps back and restores during training, so these calls need no operator. Calls that give
+/// up state need one.
 static CALLS: &[Call] = &[
     without_job("/longshore.v1.Admin/ListJobs"),
     call("/longshore.v1.Admin/Describe", ALL),

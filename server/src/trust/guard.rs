@@ -110,7 +110,7 @@ where
             Err(fault) => return Box::pin(std::future::ready(Ok(refusals::status(&fault).into_http()))),
         };
         request.extensions_mut().insert(caller.clone());
-        // The record drops with the call, even before its first poll.
+        // The record is dropped with the call's future, even if the future was never polled.
         let record = Record::of(&caller);
         let answer = metered(&mut self.service, request);
         Box::pin(async move {
@@ -160,7 +160,7 @@ pub(super) fn bearer(value: &[u8]) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"Bearer ").then(|| token.trim_ascii())
 }
 
-/// Admits a caller over loopback by its user, which the kernel named as it connected.
+/// Admits a caller over loopback by its user, which the kernel named when the connection was accepted.
 fn neighbour(members: Members, connection: Option<&Connection>) -> Result<Who, Fault> {
     let origin =
         connection.and_then(|of| of.kept().iter().find_map(|kept| kept.downcast_ref::<Origin>().copied()));
@@ -168,7 +168,7 @@ fn neighbour(members: Members, connection: Option<&Connection>) -> Result<Who, F
         Some(Origin::Neighbour { user, .. }) => user,
         _ => None,
     };
-    // The table names no group, and this trust has none.
+    // The kernel's table names no group, and loopback admits by none, so any number stands for the group.
     if user.is_some_and(|user| members.admit(user, u32::MAX)) {
         return Ok(Who::User);
     }

@@ -19,7 +19,7 @@ const FIRST_BYTE: u8 = b'P';
 /// Length of the connection's preface (RFC 9113, 3.4), and of each frame header behind it.
 const PREFACE_BYTES: usize = 24;
 const HEADER_BYTES: usize = 9;
-/// Type of the frame that begins a call, and the default limit of a frame's length.
+/// Type of the frame that begins a call. The next constant is HTTP/2's default limit of a frame's length.
 const HEADERS: u8 = 1;
 const MOST_FRAME_BYTES: u64 = 16 * 1024;
 /// Longest wait for the first call. A client with a call in flight learns why it failed. A client without a call would
@@ -42,13 +42,13 @@ pub(crate) struct Handshakes {
 impl Handshakes {
     /// `possible` is the number of connections that the descriptors allow.
     pub(crate) fn new(listener: TcpListener, register: Arc<Register>, possible: usize) -> Handshakes {
-        // Three quarters of the connections are left to those past the handshake.
+        // Three quarters of the connections are left to connections past their handshake.
         let places = Places::new(MAX_HANDSHAKES.min(possible / 4));
         let (full, failed) = (Seldom::default(), Seldom::default());
         Handshakes { listener, register, under_way: JoinSet::new(), places, full, failed }
     }
 
-    /// Starts a handshake. Returns whether an earlier handshake was ended for it.
+    /// Starts a handshake. Returns whether an earlier handshake was ended to free its place.
     fn begin(&mut self, socket: TcpStream, origin: Origin) -> bool {
         let tls = self.register.now().tls.clone();
         let task = self.under_way.spawn(async move {
@@ -114,7 +114,7 @@ impl Accept for Handshakes {
 async fn turn_away(mut socket: TcpStream) -> io::Error {
     let said = async {
         socket.write_all(&SETTINGS).await?;
-        // Without a call the error is sent all the same.
+        // The error is sent even if no call came.
         let _ = timeout(FOR_A_CALL, first_call(&mut socket)).await;
         socket.write_all(&goaway()).await?;
         socket.shutdown().await?;
@@ -126,7 +126,8 @@ async fn turn_away(mut socket: TcpStream) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the other end speaks without TLS")
 }
 
-/// Empty SETTINGS, which each end of HTTP/2 sends first. Some clients call only after receiving them.
+/// Empty SETTINGS, which each end of HTTP/2 sends first. Some clients begin a call only after they have received
+/// SETTINGS.
 const SETTINGS: [u8; HEADER_BYTES] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
 
 fn goaway() -> Vec<u8> {

@@ -13,7 +13,7 @@ use crate::{
     quota::Quota,
 };
 
-/// The file. Its readers gain no access: it contains only SHA-256 hashes of tokens.
+/// The file. Reading it gives no access, since it contains only SHA-256 hashes of tokens.
 ///
 /// ```toml
 /// revoked_sha256 = ["9f86d0..."]  # of certificates and tokens that show no identity any more; may be left out
@@ -96,7 +96,7 @@ pub(super) struct Identities {
     identities: Vec<Identity>,
     /// Hashes of tokens, with the index of their identity.
     tokens: Vec<(Sha256, u32)>,
-    /// Hashes of certificates and tokens.
+    /// Hashes of certificates and tokens that show no identity any more.
     revoked: HashSet<Sha256>,
 }
 
@@ -208,7 +208,8 @@ impl Identities {
         })
     }
 
-    /// Returns the identity that the credential shows. None if none is listed, or if the credential is revoked.
+    /// Returns the identity that the credential shows. None if no identity is listed for the credential, or if the
+    /// credential is revoked.
     pub(super) fn find(&self, credential: &Credential) -> Option<&Identity> {
         match credential {
             _ if self.is_revoked(credential) => None,
@@ -258,7 +259,7 @@ fn parse_hash(text: &str) -> Option<Sha256> {
 /// Returns whether a name matches a pattern, in which `*` stands for any characters and `?` for one.
 fn is_match(pattern: &[u8], name: &[u8]) -> bool {
     let (mut at, mut of) = (0, 0);
-    // Index of the last star, and of the name's bytes that it has matched.
+    // Index of the last star in the pattern, and of the name's first byte behind the star's match.
     let mut star = None;
     while of < name.len() {
         match pattern.get(at) {
@@ -313,7 +314,7 @@ mod tests {
         for (pattern, name) in [("", "a"), ("a", ""), ("a*c", "abcd"), ("?", ""), ("a", "A"), ("a?", "abc")] {
             assert!(!is_match(pattern.as_bytes(), name.as_bytes()), "{pattern} {name}");
         }
-        // A pattern of many stars takes no longer than pattern times name.
+        // A pattern of many stars takes at most as many comparisons as pattern length times name length.
         assert!(!is_match(&b"a*".repeat(60), &[b"a".repeat(120), b"b".to_vec()].concat()[..59]));
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! With a TLS folder a caller on TCP shows a certificate or a token. Its name is looked up in the current identities at
 //! each call, so a removed identity is refused at once. Users admitted to the Unix socket may do everything, like this
-//! server's user. So may this user and root over loopback. With `--insecure` everyone may.
+//! server's user. This user and root may do everything over loopback too, and with `--insecure` everyone may.
 
 mod audit;
 mod caller;

@@ -1,4 +1,4 @@
-//! The current TLS folder, reloaded when its files change. Open connections stay.
+//! The current TLS folder, read again when its files change. Open connections stay open.
 
 use std::{
     collections::BTreeMap,
@@ -33,7 +33,7 @@ const FILES: [&str; 4] = [CA, SERVER_CERTIFICATE, SERVER_KEY, IDENTITIES];
 pub(crate) struct Register {
     dir: PathBuf,
     now: Mutex<Arc<Known>>,
-    /// Last contents read that are not in use: still changing, or unusable.
+    /// Newest contents read, if they are not in use: they are still changing, or unusable.
     seen: Mutex<Option<Seen>>,
     changes: watch::Sender<()>,
     pub(super) presences: Arc<Presences>,
@@ -45,7 +45,7 @@ pub(super) struct Known {
     pub(super) identities: Identities,
     pub(super) tls: tls::Server,
     pub(super) pages: tls::Pages,
-    /// When the certificates of each file expire.
+    /// Earliest expiry of the certificates of each file.
     expires: Vec<(&'static str, SystemTime)>,
 }
 
@@ -83,12 +83,12 @@ impl Register {
         self.changes.subscribe()
     }
 
-    /// Returns whether the folder has changed and cannot be used, so that the contents before are still in use.
+    /// Returns whether the folder has changed and cannot be used, so that its earlier contents are still in use.
     pub(crate) fn is_unusable(&self) -> bool {
         lock(&self.seen).as_ref().is_some_and(|seen| seen.refused)
     }
 
-    /// Returns each file of certificates in use, and when the first of them expires.
+    /// Returns each file of certificates in use, and the earliest expiry among its certificates.
     pub(crate) fn expiries(&self) -> Vec<(&'static str, SystemTime)> {
         self.now().expires.clone()
     }
@@ -100,7 +100,7 @@ impl Register {
         credentials.any(|credential| known.identities.find(credential).is_none())
     }
 
-    /// Returns a future that takes up changes until dropped, and at once on SIGHUP.
+    /// Returns a future that takes up changes until it is dropped. On SIGHUP it takes up a change at once.
     ///
     /// # Errors
     /// If the signal cannot be caught.
@@ -114,7 +114,7 @@ impl Register {
                     () = tokio::time::sleep(LOOK) => false,
                 };
                 let register = Arc::clone(&register);
-                // Files may be on a network drive.
+                // The files may be on a network drive, so a blocking thread reads them.
                 let _ = tokio::task::spawn_blocking(move || register.look(at_once)).await;
             }
         })
@@ -135,7 +135,7 @@ impl Register {
         *seen = Some(Seen { contents: found, refused });
     }
 
-    /// Takes up the contents. Returns false if they are unusable and the old ones stay. `is_news` says that
+    /// Takes up the contents. Returns false if the contents are unusable and the old contents stay. `is_news` says that
     /// the log has not named these contents yet.
     fn take_up(&self, found: Contents, is_news: bool) -> bool {
         match read(&self.dir, found) {
@@ -188,8 +188,8 @@ fn read(dir: &Path, contents: Contents) -> Result<Known, Fault> {
     Ok(Known { contents, identities, tls, pages, expires })
 }
 
-/// Number of connections of each identity. A connection that has shown several identities, by tokens, counts for
-/// each.
+/// Number of connections of each identity. A connection that has shown several identities, by tokens, counts for each
+/// of them.
 #[derive(Default)]
 pub(super) struct Presences(Mutex<BTreeMap<String, u64>>);
 
@@ -211,7 +211,7 @@ impl Presences {
         name: &str,
         quota: &Quota,
     ) -> Result<(), Fault> {
-        // The lock is held meanwhile, so that two calls on one connection count it once.
+        // The lock on `kept` is held throughout, so that two calls on one connection count the connection once.
         let mut kept = connection.kept();
         let here = |presence: &Presence| presence.name == name;
         if kept.iter().filter_map(|kept| kept.downcast_ref()).any(here) {

@@ -11,11 +11,12 @@ use std::{
 
 use super::lock;
 
-/// Burst of an address, and its refill in a second. A useless frame costs 1 KiB (`conduct.rs`), so the burst is 4,096
-/// pings, 512 calls or 256 resets. Each connection has some allowance of its own besides.
+/// Bytes of useless traffic that an address may send at once, and that it gets back each second. A useless frame costs
+/// 1 KiB (`conduct.rs`), so the burst is 4,096 pings, 512 calls or 256 resets. Each connection has some allowance of
+/// its own besides.
 const ALLOWANCE_BYTES: u64 = 4 * 1024 * 1024;
-/// Number of allowances. Addresses with colliding hashes share one. The hash has a secret key, so attackers cannot
-/// choose collisions.
+/// Number of allowances. Addresses with colliding hashes share an allowance. The hash has a secret key, so attackers
+/// cannot choose collisions.
 const COUNT: usize = 1024;
 /// Network bits of an IPv6 address. A host owns all addresses of a /64 network.
 const NETWORK: u128 = !0 << 64;
@@ -30,7 +31,7 @@ pub(super) struct Allowances {
 #[derive(Clone, Copy)]
 pub(super) struct Allowance {
     left: u64,
-    /// Capacity, and refill in a second.
+    /// Capacity, which is also the refill of one second.
     most: u64,
     /// Time of the last refill.
     renewed: Instant,
@@ -52,7 +53,8 @@ impl Allowance {
         left.is_some()
     }
 
-    /// Takes `bytes`, after a refill if fewer are left. The refill starts only once the first burst is used up.
+    /// Takes `bytes`, after a refill if fewer are left. The refill is for the time since the last one, at most a
+    /// second.
     pub(super) fn take(&mut self, bytes: u64, now: Instant) -> bool {
         if self.left < bytes {
             let since = now.saturating_duration_since(self.renewed).as_secs_f64();

@@ -78,7 +78,7 @@ impl Standing {
         self.began.elapsed().saturating_sub(quiet)
     }
 
-    /// Ends the connection, unless a call comes first.
+    /// Ends the connection, unless a call begins before that.
     pub fn end(&self) {
         self.ended.store(true, Ordering::Relaxed);
         self.line.wake();
@@ -91,7 +91,7 @@ impl Standing {
     }
 }
 
-/// The connection's own end of its standing. The connection counts as open until drop.
+/// The connection's own end of its standing. The connection counts as open until the guest is dropped.
 pub(super) struct Guest {
     pub(super) standing: Arc<Standing>,
     bounds: Arc<Bounds>,
@@ -134,7 +134,8 @@ impl Guest {
         self.standing.began
     }
 
-    /// Records headers on a stream. Returns false if no more calls may be open.
+    /// Records headers on a stream. Returns false if the server has more than [`MAX_CALLS`] and this connection more
+    /// than [`CALLS_SHARE`].
     pub(super) fn call(&mut self, stream: u32) -> bool {
         if !self.begins(stream) {
             return true;
@@ -167,8 +168,8 @@ impl Guest {
     }
 
     /// Returns whether the newest call counts as useless traffic. A rank's call counts if HTTP/2 refuses it, since the
-    /// connection has too many. A stranger's call counts beyond the few that every connection may have. Strangers who
-    /// read their answers earn allowance back.
+    /// connection has too many open calls. A stranger's call counts beyond the few that every connection may have.
+    /// Strangers who read their answers earn allowance back.
     pub(super) fn is_to_pay(&self, is_stranger: bool) -> bool {
         let most = if is_stranger { CALLS_SHARE } else { MAX_CONNECTION_CALLS as usize };
         self.open.len() > most

@@ -1,7 +1,8 @@
 //! Rules for a peer's frames: valid sizes, bounded headers, few useless frames, and no bytes beyond the window.
 //!
-//! The crate h2 checks some of these rules, for the frames that it sees. But it misses tapped streams, holds headers
-//! of megabytes and answers any number of pings. A frame of the wrong size is a PROTOCOL_ERROR to h2.
+//! The crate h2 checks some of these rules, for the frames that it sees. But h2 does not see the frames of tapped
+//! streams, holds megabytes of headers, and answers any number of pings. For a frame of the wrong size h2 reports
+//! PROTOCOL_ERROR, not FRAME_SIZE_ERROR.
 
 use std::time::Instant;
 
@@ -22,7 +23,7 @@ pub(super) const CALL_BYTES: u64 = 8 * USELESS_BYTES;
 /// times as long.
 const RESET_BYTES: u64 = 16 * USELESS_BYTES;
 const SPARE_BYTES: u64 = 20 * 1024 * 1024;
-/// 64 frames; gRPC sends about ten when it begins.
+/// Allowance of a stranger's new connection: 64 frames. gRPC sends about ten when a connection begins.
 const STRANGER_BYTES: u64 = 64 * USELESS_BYTES;
 
 /// Reason for ending a connection, with its HTTP/2 error code.
@@ -49,7 +50,7 @@ impl Breach {
 pub(super) struct Conduct {
     /// Bytes that the peer may still send.
     pub(super) window: i64,
-    /// Bytes of headers that have not ended.
+    /// Bytes so far of the header block in progress.
     block: usize,
     /// Allowance of useless frames.
     spare: Allowance,
@@ -207,7 +208,7 @@ mod tests {
         };
         let (first, next) = (taken([10, 0, 0, 1]), taken([10, 0, 0, 1]));
         assert!((3000..100_000).contains(&first), "{first}");
-        // The next connection has its own allowance, and the address's refill so far.
+        // The next connection has its own allowance, and the refill that the address got so far.
         assert!((60..first / 2).contains(&next), "{next} after {first}");
         // A rank's connection does not draw on the address's allowance.
         let mut rank = Conduct::of_stranger();

@@ -37,19 +37,19 @@ use crate::{mark::Mark, memfd::uid};
 /// Size of the buffer for frame headers and copied bytes.
 const BUFFER_BYTES: usize = 16 * 1024;
 /// Bytes read beyond the end of a payload. The next message's head takes about 130 bytes with the headers of its
-/// frames. Payload bytes read beyond it must be copied.
+/// frames. A longer read would reach into the next payload, and those bytes must be copied.
 const GAP_BYTES: usize = 256;
 /// Bytes read for taps before other connections of this thread get their turn.
 const TURN_BYTES: usize = 4 * 1024 * 1024;
 /// Bytes read in one turn from a stranger's connection. After each turn the server checks how much the connection
 /// makes it hold.
 const STRANGER_TURN_BYTES: usize = UNFINISHED_SHARE_BYTES;
-/// Cost of a frame in a turn, beside its bytes.
+/// Bytes that a frame counts in a turn, beside its own bytes.
 const FRAME_TURN_BYTES: usize = 512;
-/// Most taps of a connection. Further streams pass through h2.
+/// Largest number of taps of a connection. Further streams pass through h2.
 const TAPS_MOST: usize = 64;
 
-/// The end of the connection.
+/// Role of this process on the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// Taps requests that begin with a mark.
@@ -74,7 +74,7 @@ pub struct Direct<S> {
     /// True until the current write has been flushed; see [`Direct::poll_gathered`].
     is_gathered: bool,
     conduct: Conduct,
-    /// Some on a server.
+    /// The connection's end of its standing on a server. None on a client.
     guest: Option<Guest>,
     patience: Patience,
     buffer: Box<[u8]>,
@@ -118,8 +118,8 @@ enum Inward {
 }
 
 impl<S: Socket> Direct<S> {
-    /// Returns a server's end of a connection, with its limits, and the server's view of it. `address` is the
-    /// peer's, None for the Unix socket.
+    /// Returns a server's end of a connection, with its limits, and the server's view of it. `address` is the peer's
+    /// address, or None for the Unix socket.
     pub fn serve(socket: S, bounds: &Arc<Bounds>, address: Option<IpAddr>) -> (Direct<S>, Arc<Standing>) {
         let guest = Guest::new(bounds, address);
         let standing = Arc::clone(&guest.standing);
@@ -237,7 +237,7 @@ impl<S: Socket> Direct<S> {
                         ready!(self.discard(context, stream, padding))?
                     };
                     if now == 0 {
-                        // The stream has ended, and h2 finds that too.
+                        // The stream has ended. The crate h2 finds the end with its next read.
                         return Poll::Ready(Ok(()));
                     }
                     turn = turn.saturating_sub(now);

@@ -41,12 +41,13 @@ pub(super) struct Ledger {
     shares: Mutex<HashMap<Owner, Weak<Room>>>,
 }
 
-/// Bytes held in common, and the waiters for more.
+/// Bytes that several connections hold together, and the calls that wait for more.
 #[derive(Default)]
 struct Room {
     held: AtomicUsize,
     freed: Notify,
-    /// Held by the waiter that looks for room. Without turns, 4096 looking calls took a core.
+    /// Held by the call that looks for room, so one call looks at a time. When 4096 calls looked at once, they took a
+    /// core.
     turn: Turn<()>,
 }
 
@@ -94,9 +95,9 @@ struct State {
     owner: Owner,
     share: Arc<Room>,
     held: usize,
-    /// Bytes of the shared room among them.
+    /// Part of `held` that counts against the shared room.
     charged: usize,
-    /// Begin of each answer that its reader has not taken, by number.
+    /// Start times of the answers that their reader has not taken, keyed by the answer's number.
     answers: BTreeMap<u64, Instant>,
     next: u64,
 }
@@ -139,7 +140,7 @@ impl Account {
         self.vouching.notify_waiters();
     }
 
-    /// Takes the mark back, as the job is closed.
+    /// Takes back the mark of [`Account::vouch`] when the job is closed.
     pub fn unvouch(&self) {
         self.vouched.store(false, Ordering::Release);
         self.settle();
@@ -158,7 +159,7 @@ impl Account {
     }
 
     /// Returns whether an answer in the shared room was not taken within [`ANSWER_DEADLINE`]. A rank may leave weights
-    /// for as long as it likes, within its own bytes.
+    /// unread for any time, within its own bytes.
     pub fn is_overdue(&self, now: Instant) -> bool {
         let begun = |begun: &Instant| now.saturating_duration_since(*begun) > ANSWER_DEADLINE;
         let state = self.state();
@@ -171,12 +172,12 @@ impl Account {
         held.resize(bytes).then_some(held)
     }
 
-    /// Reserves `bytes` once there is room, in order of arrival. Never returns if they exceed all room.
+    /// Reserves `bytes` once there is room, in order of arrival. Never returns if `bytes` exceed the whole room.
     pub async fn room(self: &Arc<Self>, bytes: usize) -> Held {
         loop {
             let mut freed = pin!(self.freed.notified());
             freed.as_mut().enable();
-            // A rank waits for its own bytes, and not behind strangers.
+            // A rank waits until its own bytes suffice, and not in the strangers' queue.
             let of_rank = self.is_vouched() && bytes <= RANK_SHARE_BYTES;
             let has_own = !of_rank || self.state().held + bytes <= RANK_SHARE_BYTES;
             if has_own && let Some(held) = self.hold(bytes) {
@@ -190,7 +191,8 @@ impl Account {
         }
     }
 
-    /// Returns once the share and the shared room have so many bytes, of which others may still take some.
+    /// Waits until `bytes` are free in the share and in the shared room. Another call may still take these bytes before
+    /// the caller does.
     async fn in_turn(&self, bytes: usize) {
         let share = Arc::clone(&self.state().share);
         let _of_share = share.turn.lock().await;
@@ -229,7 +231,7 @@ impl Account {
         true
     }
 
-    /// Charges what is held anew, within limits or beyond.
+    /// Charges the held bytes again after `vouched` has changed, even beyond limits.
     fn settle(&self) {
         let mut state = self.state();
         let charged = state.held.saturating_sub(self.own());
@@ -247,7 +249,7 @@ impl Account {
 
 async fn until(room: &Room, bytes: usize, most: usize) {
     loop {
-        // A permit of an earlier release only causes one more look.
+        // A stored notification of an earlier release only causes one more look.
         let freed = room.freed.notified();
         if room.has(bytes, most) {
             return;
@@ -256,7 +258,7 @@ async fn until(room: &Room, bytes: usize, most: usize) {
     }
 }
 
-/// Bytes that count as held until drop.
+/// Reservation of bytes, which count as held until the reservation is dropped.
 pub struct Held {
     account: Arc<Account>,
     bytes: usize,

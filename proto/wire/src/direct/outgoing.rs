@@ -25,8 +25,8 @@ use crate::mark::{Mark, Piece};
 /// The blanks that h2 sends. No thread writes them, and h2 reads only the few bytes that it copies.
 static BLANK: [u8; CHUNK_BYTES] = [0; CHUNK_BYTES];
 
-/// Waiting payloads of one stream, by their position among the bytes of its DATA frames. The call's task fills it,
-/// and the connection's task drains it.
+/// Waiting payloads of one stream, by their position among the bytes of its DATA frames. The call's task fills the
+/// outlet, and the connection's task drains it.
 #[derive(Default)]
 pub(super) struct Outlet(Mutex<VecDeque<(Range<u64>, SharedBytes)>>);
 
@@ -68,7 +68,7 @@ pub(super) struct Outgoing {
     at: u64,
     /// The frame in progress is the stream's last.
     pub(super) over: bool,
-    /// Mark by which the call finds its end.
+    /// Mark by which the call finds its end of the outlet.
     mark: Mark,
     taps: Taps,
 }
@@ -89,7 +89,7 @@ impl Outgoing {
 
 impl Drop for Outgoing {
     fn drop(&mut self) {
-        // The call may not have taken its end; then it is removed here.
+        // Removes the call's end of the outlet, if the call has not taken that end.
         self.taps.meet_outlet(self.mark);
     }
 }
@@ -133,7 +133,7 @@ pub struct Payloads {
 
 impl Payloads {
     /// Takes the outlet of a call whose request begins with this mark; a server calls this once a call. Returns None if
-    /// the connection's socket takes no addresses, or if the connection has too many such calls.
+    /// the connection's socket takes no addresses, or if too many calls of the connection have outlets.
     pub fn claim(taps: &Taps, mark: Mark) -> Option<Payloads> {
         taps.meet_outlet(mark).map(|outlet| Payloads { outlet, at: 0 })
     }

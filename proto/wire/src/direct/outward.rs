@@ -71,7 +71,7 @@ pub(super) struct Cursor {
 
 /// Kind of a run of written bytes.
 pub(super) enum Follows {
-    /// A part of a frame's header. Some if it completes the header.
+    /// A part of a frame's header. The parsed header, if the part completes it.
     Header(Option<Header>),
     /// A part of a frame's payload. The number is the stream of a DATA frame, and 0 for other frames.
     Payload(u32),

@@ -26,7 +26,7 @@ pub const LOOPBACK_BYTES: usize = 256 * 1024;
 /// 25 MB/s gradients then waited 0.16 s for their window. A step took 1.45 times as long as its bytes need.
 pub(crate) const UNSENT_BYTES: u32 = 128 * 1024;
 /// Send buffer of a Unix socket, as far as net.core.wmem_max allows. At its default of 208 KiB sender and receiver wait
-/// for each other, at 0.80 of a raw socket's speed. With this value it is 0.96.
+/// for each other, and reach 0.80 of a raw socket's speed. With this value they reach 0.96.
 pub const UNIX_BYTES: usize = 1024 * 1024;
 
 /// A certificate that the peer has proved to be its own.

@@ -18,10 +18,11 @@ use crate::{
     sink::{Mode, Read, Sink},
 };
 
-/// Size of the pieces in which kept bytes are gathered. So small frames take no more memory than large ones.
+/// Size of the pieces in which kept bytes are gathered. Pieces keep small frames from taking more memory than large
+/// frames.
 const PIECE_BYTES: usize = 64 * 1024;
 
-/// Signal from a call's task to the connection's.
+/// Signal from a call's task to the connection's task.
 #[derive(Default)]
 pub(super) struct Line {
     waker: Mutex<Option<Waker>>,
@@ -67,7 +68,7 @@ pub(super) struct TapState {
     kept_bytes: usize,
     /// Further bytes are discarded.
     closed: bool,
-    /// Kept bytes taken meanwhile, whose window must be returned.
+    /// Kept bytes that the sink has taken since, whose window must be returned.
     released: usize,
     line: Option<Arc<Line>>,
 }
@@ -93,7 +94,7 @@ impl TapState {
         }
     }
 
-    /// Hands bytes to the sink and keeps the rest. Returns the number that the sink took.
+    /// Hands bytes to the sink and keeps those that the sink did not take. Returns the number of taken bytes.
     pub(super) fn put(&mut self, bytes: &[u8]) -> usize {
         let Some(sink) = &mut self.sink else { return 0 };
         let mut rest = Bytes::copy_from_slice(bytes);
@@ -185,15 +186,15 @@ impl Tap {
     }
 }
 
-/// Taps that one side has created and the other has not met yet. A server has them for each connection, a client for
-/// each channel.
+/// Taps that the call's or the connection's task has created, and that the other task has not taken yet. A server has
+/// them for each connection, a client for each channel.
 #[derive(Clone, Default)]
 pub struct Taps(Arc<Meeting>);
 
 #[derive(Default)]
 struct Meeting {
     waiting: Mutex<HashMap<Mark, Arc<Tap>>>,
-    /// Outlets in the same state, of calls whose answer is large.
+    /// Outlets that the call has not taken yet, of calls whose answer is large.
     outlets: Mutex<HashMap<Mark, Arc<Outlet>>>,
 }
 

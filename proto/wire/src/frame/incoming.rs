@@ -18,7 +18,7 @@ pub struct Incoming<M> {
     /// Mark at the start of the first piece.
     mark: Option<Mark>,
     begun: bool,
-    /// An answer ends with the call's status in its trailers; a request has none.
+    /// The body is an answer, which ends with the call's status in its trailers. A request has no trailers.
     is_answer: bool,
     trailers: Option<HeaderMap>,
 }

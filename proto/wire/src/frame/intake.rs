@@ -119,7 +119,7 @@ impl<M: Frame, S: MessageSink<M>> SharedIntake<M, S> {
     pub fn go_on(&self) {
         let mut intake = self.lock();
         intake.stalled = false;
-        // A message without a payload ends here.
+        // A message without a payload needs no further bytes, so its end is handled here.
         intake.take(&mut Bytes::new());
     }
 

@@ -11,7 +11,7 @@ use longshore_proto::{Fault, limits::CHUNK_HEADROOM_BYTES};
 use super::Frame;
 
 const PREFIX_BYTES: usize = 5;
-/// Bytes examined at once while fields before the payload are read. The fields of a push or pull take about 80.
+/// Bytes examined at once while fields before the payload are read. The fields of a push or pull take about 80 bytes.
 const HEAD_STEP: usize = 256;
 
 /// Events of each message: its head, pieces of its payload, its end.

@@ -19,8 +19,8 @@ use super::{
     secured::{ALPN, Secured},
 };
 
-/// A client's credentials and trusted authorities. Clones share them. Each dial reads the folder anew, so the next
-/// connection uses a replaced certificate or token.
+/// A client's credentials and trusted authorities. Clones share the credentials. Each dial reads the folder anew, so
+/// the next connection uses a replaced certificate or token.
 #[derive(Clone)]
 pub struct Credentials {
     dir: PathBuf,
@@ -69,7 +69,7 @@ impl Credentials {
         self.lock().bearer.clone()
     }
 
-    /// Returns the expiry of the folder's certificate. None if it has a token alone.
+    /// Returns the expiry of the folder's certificate. None if the folder has a token and no certificate.
     pub fn expires(&self) -> Option<SystemTime> {
         self.lock().expires
     }
@@ -100,7 +100,7 @@ impl Credentials {
     async fn shake(&self, socket: TcpStream, host: &str) -> io::Result<TlsStream<TcpStream>> {
         match Client::read(&self.dir, self.token.as_deref()) {
             Ok(newest) => *self.lock() = newest,
-            // The files may be in the middle of a replacement.
+            // The files may be in the middle of a replacement, so the last read stays in use.
             Err(fault) => tracing::debug!(%fault, "the TLS folder is used as it was read before"),
         }
         let config = self.lock().config.clone();

@@ -116,8 +116,8 @@ fn pem(kind: &str, der: &[u8]) -> String {
 /// Returns a certificate's expiry without checking its issuer, which handshakes check. None if the certificate is
 /// malformed.
 ///
-/// webpki reveals a certificate's times only in the error for an expired one. Its time check precedes the issuer check,
-/// so no authorities are needed.
+/// webpki reveals a certificate's times only in the error for an expired certificate. Its time check precedes the
+/// issuer check, so no authorities are needed.
 pub(super) fn expiry(certificate: &CertificateDer<'_>) -> Option<SystemTime> {
     let certificate = EndEntityCert::try_from(certificate).ok()?;
     match certificate.verify_for_usage(&[], &[], &[], AFTER_ALL, KeyUsage::client_auth(), None, None) {

@@ -1,8 +1,8 @@
 //! TLS below HTTP/2, by tokio-rustls: both ends' configurations, read from the files of a folder, and the socket.
 //!
-//! TLS 1.3 alone, which both of Longshore's ends and every stock gRPC client since 2019 support. TLS 1.3 leaves no weak
-//! cipher suite to choose, and older versions are not compiled in. Sessions are not resumed, so each connection shows
-//! its certificate anew, and a replaced one takes effect at once.
+//! The only version is TLS 1.3, which both of Longshore's ends and every stock gRPC client since 2019 support. TLS 1.3
+//! leaves no weak cipher suite to choose, and older versions are not compiled in. Sessions are not resumed, so each
+//! connection shows its certificate anew, and a replaced certificate takes effect at once.
 
 mod client;
 mod files;

@@ -1,4 +1,4 @@
-//! Errors of dialling: a broken connection, or one end does not trust the other.
+//! Errors of dialling: a broken connection, or an end that does not trust the other end.
 
 use std::io;
 

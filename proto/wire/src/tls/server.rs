@@ -126,7 +126,7 @@ fn shown(chain: &[CertificateDer<'_>]) -> Option<Shown> {
     Some(Shown { certificate: certificate.into(), expires: files::expiry(first) })
 }
 
-/// Returns when the first certificate of a file expires. None if there is none that can be read.
+/// Returns the earliest expiry among a file's certificates. None if no certificate can be read.
 pub fn first_expiry(dir: &Path, file: &str) -> Option<SystemTime> {
     files::chain(dir, file, &files::read(dir, file).ok()?).ok()?.iter().filter_map(files::expiry).min()
 }

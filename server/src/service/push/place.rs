@@ -35,7 +35,7 @@ impl Destination {
         match (payload, &mut self) {
             (None, _) => {}
             (Some(payload), Destination::Slot(_, writing)) if lent => writing.lend(payload.into_lent())?,
-            // The chunk is stored already, and no bytes were moved that could be damaged.
+            // The chunk is stored already. A lent payload moves no bytes, so there is no damage to check for.
             (Some(_), Destination::Nowhere(..)) if lent => {}
             (Some(payload), place) => place.fetch(&payload),
         }

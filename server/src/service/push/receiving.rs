@@ -26,10 +26,11 @@ use crate::{
     trust::{Caller, note_refused_message},
 };
 
-/// Acknowledgements in one message. HTTP/2 peers take many small messages for abuse. Each message costs a write of 5 to
-/// 10 microseconds at both ends, against 200 for a chunk.
+/// Largest number of acknowledgements in one message. HTTP/2 peers take many small messages for abuse. Each message
+/// costs a write of 5 to 10 microseconds at both ends, against 200 for a chunk.
 pub(super) const RESULTS_BATCHED: usize = 16;
-/// Results that may wait on one stream of a rank. Each takes 300 bytes, so the 128 streams of a connection hold 2.5 MB.
+/// Number of results that may wait on one stream of a rank. Each takes 300 bytes, so the 128 streams of a connection
+/// hold 2.5 MB.
 const RESULTS_MOST: usize = 64;
 /// Sink that puts a stream's chunks into their slots.
 pub(super) struct Receiving {
@@ -38,11 +39,11 @@ pub(super) struct Receiving {
     caller: Caller,
     /// The call's connection, which becomes a rank's with its first admitted chunk.
     connection: Option<Connection>,
-    /// Job of the previous chunk, usually the next one's too. The reference is weak, so an idle stream keeps no job
-    /// alive.
+    /// Job of the previous chunk, and usually of the next chunk too. The reference is weak, so an idle stream keeps no
+    /// job alive.
     held: Weak<JobHandle>,
-    /// Receives the fault when the held job closes. The stream then ends even while idle, since its worker may have to
-    /// send gradients again.
+    /// Receives the fault when the job in `held` closes. The stream then ends even while idle, since its worker may
+    /// have to send gradients again.
     pub(super) closing: Option<watch::Receiver<Option<Fault>>>,
     pub(super) chunk: Option<(PushRequest, Result<Destination, Fault>)>,
     /// A chunk whose slot is busy.
@@ -89,8 +90,8 @@ impl Sink for Receiving {
     fn read(&mut self, most: usize, read: &mut Read<'_>) -> io::Result<usize> {
         match &mut self.chunk {
             Some((_, Ok(Destination::Slot(_, writing)))) => writing.read_from(most, read),
-            // The chunk has lost its slot since its mode was asked for. Reading nothing would say that the peer hung
-            // up.
+            // The chunk has lost its slot since its mode was asked for, so its bytes are read and dropped. A read of no
+            // bytes would mean that the peer hung up.
             _ => read(&mut [0; 4096][..most.min(4096)]),
         }
     }
@@ -98,7 +99,7 @@ impl Sink for Receiving {
 
 impl MessageSink<PushRequest> for Receiving {
     fn begin(&mut self, request: PushRequest, bytes: usize) -> Result<bool, Fault> {
-        // Chunks of a peer that reads no answers stay on its connection.
+        // Chunks of a peer that does not read its results stay unread on its connection.
         let is_ranks = self.connection.as_ref().is_none_or(|of| of.account.is_vouched());
         let most = if is_ranks { RESULTS_MOST } else { STRANGER_RESULTS };
         if self.results.len() >= most {
@@ -114,7 +115,7 @@ impl MessageSink<PushRequest> for Receiving {
         let transport = if request.place.is_some() { "memfd" } else { self.services.transport };
         let outcome = place.and_then(|place| finish(place, (!lent).then_some(request.crc32), transport));
         self.results.push(result(request, outcome));
-        // The first result starts the task's timer.
+        // The task wakes for the first result, to start its timer, and for a full batch.
         Ok(self.results.len() == 1 || self.results.len() >= RESULTS_BATCHED)
     }
 }
@@ -150,8 +151,8 @@ impl Receiving {
         }
     }
 
-    /// Returns true if the sender must join again. An idle worker must learn it, since gradients that it sent may be
-    /// needed again.
+    /// Returns true if the sender must join again. Even an idle worker must learn this, since gradients that it sent
+    /// may be needed again.
     pub(super) fn must_rejoin(&self) -> bool {
         let (Some((rank, incarnation)), Some(handle)) = (self.sender, self.held.upgrade()) else {
             return false;
@@ -184,7 +185,7 @@ impl Receiving {
         match place {
             Ok(Ok((chunk, place))) => self.placed(request, &chunk, Ok(place)),
             Ok(Err(waiting)) => self.waiting = Some((request, waiting)),
-            // A refused chunk is read to its end too, since the next one follows it.
+            // A refused chunk is read to its end too, since the next chunk follows it.
             Err(fault) => self.chunk = Some((request, Err(fault))),
         }
         self.waiting.is_none()
@@ -233,7 +234,7 @@ impl Receiving {
         Err(Fault::new(FaultKind::Precondition, "micro_step", value, limit, remedy))
     }
 
-    /// Records a chunk's destination, where it has got one.
+    /// Records the destination of a chunk's payload, or the fault of a refused chunk.
     pub(super) fn placed(
         &mut self,
         request: PushRequest,

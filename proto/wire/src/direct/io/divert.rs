@@ -95,7 +95,7 @@ impl<S: Socket> Direct<S> {
                 self.take(stream, count.unwrap_or(0));
                 Poll::Ready(Ok(count))
             }
-            // The socket wakes the task.
+            // The socket has noted the task, and wakes it once bytes are there.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Poll::Pending,
             Err(error) => Poll::Ready(Err(error)),
         }

@@ -53,7 +53,7 @@ impl<S: Socket> Direct<S> {
         io::Error::other(breach.text())
     }
 
-    /// Sends GOAWAY with this code, unless an h2 frame is partly written or the peer takes nothing.
+    /// Sends GOAWAY with this code, unless an h2 frame is partly written or the peer takes no bytes.
     pub(super) fn say_good_bye(&mut self, context: &mut Context<'_>, code: u32) {
         self.inward = Inward::Over;
         if self.outward.is_between_frames() {
@@ -91,7 +91,7 @@ impl<S: Socket> Direct<S> {
             Header::DATA => return self.data(context, stream, header),
             Header::RESET => {
                 let Stream { mark, tap, .. } = &self.streams[stream];
-                // The call may not have claimed its tap yet.
+                // The call may not have claimed its tap yet, so the tap is removed from the waiting ones.
                 self.taps.meet(*mark);
                 tap.close();
                 self.line.note();

@@ -13,10 +13,10 @@ use tokio::time::{Sleep, sleep_until};
 use super::{Direct, Inward};
 use crate::direct::{conduct::Breach, socket::Socket};
 
-/// Deadline of a connection whose unfinished frames and messages exceed the strangers' shared room. Meanwhile the
-/// connection is not read.
+/// Deadline of a connection whose unfinished frames and messages exceed the strangers' shared room. The connection is
+/// not read while it waits for room.
 const ROOM_DEADLINE: Duration = Duration::from_secs(10);
-/// Interval at which such a connection checks for room.
+/// Interval at which a connection without room checks for room.
 const ROOM_POLL: Duration = Duration::from_millis(20);
 
 #[derive(Default)]
@@ -29,7 +29,7 @@ pub(super) struct Patience {
 }
 
 impl Patience {
-    /// Returns whether the time `at` has come. If not, the task wakes then.
+    /// Returns whether the time `at` has come. Otherwise the task wakes at that time.
     fn is_due(&mut self, context: &mut Context<'_>, at: Instant) -> bool {
         let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(at.into())));
         if timer.deadline() != at.into() {

@@ -196,8 +196,8 @@ struct Expected {
     ended: [bool; 2],
 }
 
-/// Streams 1 and 3 are tapped, and stream 5 is not. `marks` has the marks of incoming requests. None: the requests have
-/// gone out.
+/// Streams 1 and 3 are tapped, and stream 5 is not. `marks` has the marks of incoming requests. None on a client, whose
+/// requests have gone out.
 fn expected(frames: &[Sent], marks: Option<[Mark; 2]>) -> Expected {
     let mut expected = Expected::default();
     if marks.is_some() {
@@ -447,7 +447,7 @@ proptest! {
                 break;
             }
         }
-        // The last of the owed windows.
+        // Further turns return the last of the owed windows.
         for _ in 0..100 {
             run.turn().unwrap();
         }
@@ -479,7 +479,7 @@ proptest! {
                 run.writing.drain(..count.unwrap());
             }
         }
-        // Answers can come only now.
+        // Answers can come only after the requests have gone out.
         run.direct.socket.incoming = expected.sent.clone();
         for _ in 0..200_000 {
             let over = run.turn().unwrap();

@@ -9,8 +9,8 @@ use std::{
 use super::{Direct, Inward, Stream};
 use crate::direct::{outward::Header, socket::Socket};
 
-/// Bytes returned at a time, or a quarter of the window if that is less. A quarter is then always open, since h2
-/// withholds up to half of the window.
+/// Bytes of window returned at a time, or a quarter of the window if that is less. A quarter then always stays open:
+/// this step withholds up to a quarter, and h2 up to half.
 const STEP_BYTES: usize = 512 * 1024;
 
 /// Window owed on a connection, and the pending frames that return it.
