@@ -50,8 +50,8 @@ pub fn decide(
         });
         let sum: f64 = squares.sum();
         let norm = sum.sqrt() / gradient_scale;
-        // Finite f32 gradients exceed f64 in their sum of squares only after 2^256 elements. A norm that is not finite
-        // is a defect elsewhere.
+        // A sum of squares of finite f32 elements exceeds f64 only after 2^768 elements. Without a non-finite element,
+        // a norm that is not finite is a defect elsewhere.
         let skip = first_nonfinite.is_some() || !norm.is_finite();
         let clip_coefficient = match clip {
             Some(clip) if !skip => (clip / (norm + CLIP_EPSILON)).min(1.0),

@@ -1,6 +1,6 @@
 //! Encodes a commit's `trainer_state`: the loss scaler after that commit, the origins of its contributions, and the
-//! trainer's own bytes. Rank 0's driver writes them, and ranks that join read them. A restarted worker needs nothing
-//! else.
+//! trainer's own bytes. Rank 0's driver writes the bytes, and ranks that join read them. A restarted worker needs no
+//! other record of its own.
 
 use longshore_proto::{
     Fault, Origin,
@@ -9,8 +9,8 @@ use longshore_proto::{
 
 use crate::loss_scale::{LossScaler, LossScalerOptions};
 
-/// Contents of `trainer_state`, little-endian. All fields before the trainer's bytes have known sizes, so those need no
-/// length:
+/// Contents of `trainer_state`, little-endian. All other fields have known sizes, so the trainer's bytes come last and
+/// need no length:
 ///
 /// | bytes | what |
 /// |---|---|
@@ -24,13 +24,14 @@ use crate::loss_scale::{LossScaler, LossScalerOptions};
 /// | 4, then 8 for each | servers, and the origin of the step's contributions on each of them |
 /// | rest | the trainer's |
 ///
-/// Magic and version come first: they tell a foreign client's state from a damaged state.
+/// Magic and version come first: by them a foreign client's state is told from a damaged state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Envelope {
     pub(crate) scaler: LossScaler,
     pub(crate) previous_loss_scale: f64,
-    /// By server, in the placement's order. If this rank 0 dies before the decision reaches a server, the next
-    /// rank 0 sends it. Servers that hold other contributions then refuse it.
+    /// Origin of each server's contributions, in the placement's order. If rank 0 dies before its decision reaches a
+    /// server, the next rank 0 sends the decision with the origin. A server that holds other contributions then refuses
+    /// the decision.
     pub(crate) origins: Vec<Origin>,
     pub(crate) trainer: Vec<u8>,
 }

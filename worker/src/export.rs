@@ -14,7 +14,7 @@ use longshore_wire::{
 
 use crate::host;
 
-/// A server may be silent for its own deadline and this time.
+/// Time beyond the export's deadline for which a server may be silent.
 const GRACE: Duration = Duration::from_secs(30);
 
 /// The contents of an export.
@@ -174,7 +174,7 @@ impl Export<'_> {
     }
 }
 
-/// Field of the fault of shards that a decision since the placement was read has moved.
+/// Field of a fault: a decision has moved shards since the placement was read.
 pub(crate) const MOVED: &str = "export.shards";
 
 pub(crate) fn moved(value: String, limit: &str) -> Fault {

@@ -1,5 +1,6 @@
 //! The host of a session: clock, tasks, random numbers and links. Tokio and sockets provide them, unless the calling
-//! thread belongs to a simulated host. All waits of this library go through here, which lets a simulation order them.
+//! thread belongs to a simulated host. All waits of this library go through this module, so that a simulation can order
+//! them.
 
 use std::{
     cell::RefCell,

@@ -56,7 +56,8 @@ pub use push::{Assembler, Slot};
 pub use schedule::Schedule;
 pub use session::{Filling, GoBack, Interrupt, Joined, Opened, Options, Session, StateHash, Transport};
 
-/// Locks a mutex whose data are valid at every instruction. So a panic in another thread need not spread.
+/// Locks a mutex, poisoned or not. Its data are valid at every instruction, so a panic of an earlier holder does no
+/// harm.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,5 +1,5 @@
-//! The dynamic loss scaler. Its rules are DeepSpeed's, so a run that moves here keeps its scales. The exception:
-//! an overflow at the floor is reported, not thrown.
+//! The dynamic loss scaler. Its rules are DeepSpeed's, so a run that moves here keeps its scales. A single rule
+//! differs: an overflow at the floor is an event here, where DeepSpeed raises an exception.
 
 use longshore_proto::Fault;
 use serde::{Deserialize, Serialize};
@@ -47,7 +47,8 @@ pub enum Event {
 }
 
 const FACTOR: f64 = 2.0;
-/// Largest scale that clean steps raise to, 2^100. Gradients of fp32 and bf16 overflow far later than those of fp16.
+/// Largest scale that clean steps raise to, 2^100. Gradients of fp32 and bf16 overflow so late that the scale would
+/// otherwise leave `GRADIENT_SCALES`. Servers would then refuse the commit.
 const LARGEST: f64 = (1u128 << 100) as f64;
 
 /// The scaler with all of its state.
@@ -59,7 +60,7 @@ pub struct LossScaler {
     pub(crate) hysteresis_left: u32,
     /// Number of updates so far.
     pub(crate) updates: u64,
-    /// The index of the last overflow; -1 before any.
+    /// Index of the update with the last overflow; -1 before the first overflow.
     pub(crate) last_overflow: i64,
 }
 
@@ -150,7 +151,7 @@ impl LossScaler {
             return Event::Kept;
         }
         self.hysteresis_left = self.options.hysteresis;
-        // A scale times world size and micro-steps stays within `GRADIENT_SCALES`.
+        // Up to `LARGEST`, the scale times world size and micro-steps stays within `GRADIENT_SCALES`.
         self.scale = (self.scale * FACTOR).min(LARGEST.max(self.scale));
         Event::Raised
     }

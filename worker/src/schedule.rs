@@ -1,11 +1,12 @@
-//! The version that each step computes with: a pure function of the step, so a restarted worker gets the same.
+//! The version that each step computes with. A pure function of the step gives it, so a restarted worker gets the same
+//! version.
 
 use std::{fmt, sync::Arc};
 
 use longshore_proto::{Step, Version};
 
-/// Exact steps before the delay starts: the first steps move the weights most. ZeRO-Offload has 40. With 100, the
-/// default job is 0.046 nats behind exact steps after 2000 steps. With 300 no loss shows (docs/delay.md).
+/// Number of exact steps before the delay starts: the first steps move the weights most. ZeRO-Offload has 40. With 100,
+/// the default job is 0.046 nats behind exact steps after 2000 steps. With 300 no loss shows (docs/delay.md).
 pub const DEFAULT_WARMUP_STEPS: u64 = 300;
 
 /// Decides which steps are exact and which are delayed.
@@ -26,7 +27,7 @@ impl fmt::Debug for Schedule {
 }
 
 impl Schedule {
-    /// Every step reads the version before it.
+    /// Every step reads the version that the step before makes.
     pub fn exact() -> Schedule {
         Schedule { delay: 0, warmup_steps: 0, drains: None }
     }

@@ -74,7 +74,7 @@ impl JobArgs {
         Ok((servers, job))
     }
 
-    /// Connects as [`JobArgs::connect`], and to all of the job's servers and no other.
+    /// Connects as [`JobArgs::connect`] does, but to exactly the job's servers.
     pub(crate) fn connect_to_holders(&self) -> anyhow::Result<(Servers, String)> {
         let (servers, job) = self.connect()?;
         Ok((servers.of_job(&job, &self.servers.access)?, job))

@@ -204,7 +204,7 @@ impl File {
 /// Returns the usual path, by the XDG base directories.
 fn usual_place() -> Option<PathBuf> {
     let variable = |name| env::var_os(name).map(PathBuf::from);
-    // The XDG specification says to ignore a relative path.
+    // The XDG specification demands that a relative path is ignored.
     let xdg = variable("XDG_CONFIG_HOME").filter(|path| path.is_absolute());
     let folder = xdg.or_else(|| Some(variable("HOME")?.join(".config")))?;
     Some(folder.join("longshore/config.toml"))

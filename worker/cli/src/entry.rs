@@ -54,7 +54,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
                 return usage.exit_code() as u8;
             }
             match usage.print() {
-                // Help that nobody gets is a failure, unless its reader has seen enough.
+                // Help that could not be printed is a failure, unless its reader has closed the pipe.
                 Err(error) if !usage.use_stderr() && error.kind() != io::ErrorKind::BrokenPipe => {
                     fail(&error.into(), FAILED, errors_are_json)
                 }

@@ -13,14 +13,15 @@ use serde_json::{Value, json};
 
 use crate::servers::Unanswered;
 
-/// Same as `println!` of text whose characters that command a terminal are escaped, without panics. See [`check_printed`].
+/// Prints a line as `println!` does, but without panics, and with characters that command a terminal escaped. See
+/// [`check_printed`].
 macro_rules! say {
     ($($text:tt)*) => {
         $crate::output::print(&longshore_proto::legible_lines(&format!($($text)*)))
     };
 }
 
-/// Same as `say!`, on stderr.
+/// Prints a line as `say!` does, but on stderr.
 macro_rules! say_aside {
     ($($text:tt)*) => {{
         use std::io::Write;
@@ -39,7 +40,7 @@ pub(crate) fn print(line: &str) {
 
 fn note(written: io::Result<()>) {
     let Err(error) = written else { return };
-    // A reader such as `head` may have seen enough.
+    // A reader such as `head` has closed the pipe, since it has seen enough.
     if error.kind() != io::ErrorKind::BrokenPipe {
         LOST.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
     }

@@ -18,13 +18,13 @@ const TICK: Duration = Duration::from_millis(120);
 /// The period at which servers are asked for their progress.
 const LOOKS: Duration = Duration::from_millis(500);
 
-/// The period of lines where there is no terminal. A log of hours stays readable.
+/// The period of lines without a terminal: long, so that a log of hours stays readable.
 const LINES: Duration = Duration::from_secs(30);
 
-/// A bar, or a line with the elapsed time if the total is unknown. Dropping it clears it.
+/// A bar, or a line with the elapsed time if the total is unknown. Dropping the value clears the bar or line.
 pub(crate) struct Progress {
     bar: ProgressBar,
-    /// Time of the last line in place of a bar. None: lines are not printed.
+    /// Time of the last line in place of a bar. None if no lines are printed.
     told: Option<Mutex<Instant>>,
 }
 
@@ -108,7 +108,7 @@ impl Progress {
     }
 }
 
-/// A line and a bar of servers' work. Dropping it clears both.
+/// A line and a bar of servers' work. Dropping the value clears both.
 pub(crate) struct Followed {
     end: Option<mpsc::Sender<()>>,
     looking: Option<JoinHandle<()>>,

@@ -17,7 +17,8 @@ use crate::{access::Access, output::wrong_use};
 
 /// The longest wait for a connection, since an operator wants to know soon.
 const CONNECT: Duration = Duration::from_secs(10);
-/// The longest wait for an answer that takes no work. The kernel accepts connections even for a stopped process.
+/// The longest wait for an answer that takes no work. A connection alone shows no living server, since the kernel
+/// accepts connections even for a stopped process.
 pub(crate) const PROMPTLY: Duration = Duration::from_secs(10);
 
 /// The error of servers that cannot be reached.
@@ -99,7 +100,7 @@ impl Servers {
         self.once_recovered(|| self.answers(&call))
     }
 
-    /// Same as `each`, for a call that a server answers at once. A silent server is an error.
+    /// Calls as `each` does, for a call that a server answers at once. A silent server is an error.
     pub(crate) fn each_promptly<T>(
         &self,
         call: impl AsyncFn(Admin) -> Answer<T>,
@@ -142,7 +143,7 @@ impl Servers {
         self.runtime.block_on(self.asked_within(patience, call))
     }
 
-    /// Same as `answers_within`, for a task.
+    /// Asks as `answers_within` does, but from a task.
     pub(crate) async fn asked_within<T>(
         &self,
         patience: Duration,
@@ -169,7 +170,8 @@ impl Servers {
         self.servers.iter().zip(answers).map(answer).collect()
     }
 
-    /// Lists the jobs of the servers that answer within `patience`. The others become silent.
+    /// Lists the jobs of the servers that answer within `patience`. The other servers are added to `silent`, and asked
+    /// no more.
     pub(crate) fn lists(
         &mut self,
         patience: Duration,
@@ -224,8 +226,8 @@ impl Servers {
         }
     }
 
-    /// Leaves out the servers that are no members of the job, and adds members that were not named. Where a member's
-    /// answer is missing every named server stays, since one of them has lost that part.
+    /// Leaves out the servers that are no members of the job, and adds members that were not named. If a member's
+    /// answer is missing, every named server stays: one of them has lost that member's part.
     pub(crate) fn of_job(self, job: &str, access: &Access) -> anyhow::Result<Servers> {
         let mut servers = self.with_members(job, access)?;
         let mut stay = are_members(&servers.wholes(job)).into_iter();
@@ -242,13 +244,14 @@ impl Servers {
         Ok(self)
     }
 
-    /// Connects to the job's servers that were not named. Returns those that cannot be reached.
+    /// Connects to the job's servers that were not named. Returns the members that cannot be reached.
     pub(crate) fn add_members(&mut self, job: &str, access: &Access) -> anyhow::Result<Silent> {
         let found: Vec<v1::DescribeResponse> =
             self.wholes(job).into_iter().filter_map(|(_, answer)| answer.ok()).collect();
         let found = begun(found.iter());
         let newest = found.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
-        // Servers may be named as they are reached from here, and not as ranks dial them.
+        // Members are told by their numbers. Servers may be named as they are reached from here, and not as ranks dial
+        // them.
         let is_named = |server: u32| found.clone().any(|answer| answer.server == server);
         let members = newest.into_iter().flat_map(|of| (0..).zip(&of.servers));
         let missing = members.filter(|(server, address)| !address.is_empty() && !is_named(*server));
@@ -261,8 +264,8 @@ impl Servers {
         Ok(silent)
     }
 
-    /// Returns a function that asks all servers for their progress, and sums the results of `of`. Another thread
-    /// may call the function while this one waits. The function returns None if no server reports progress.
+    /// Returns a function that asks all servers for their progress, and sums the results of `of`. Another thread may
+    /// call the function while the caller's thread waits. The function returns None if no server reports progress.
     pub(crate) fn follow(
         &self,
         job: &str,
@@ -374,7 +377,7 @@ fn begun<'a>(
     answers.filter(move |answer| !loads(answer) || newest.is_none_or(|newest| epoch(answer) <= newest))
 }
 
-/// Returns the members of the newest placement among these answers. None unless every member has answered.
+/// Returns the members of the newest placement among `answers`. None if some member has not answered.
 fn members<'a>(answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone) -> Option<Vec<u32>> {
     let answers = begun(answers);
     let newest = answers.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
@@ -384,12 +387,12 @@ fn members<'a>(answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone) 
     members.iter().all(has_answered).then_some(members)
 }
 
-/// Returns whether every member of the newest placement among these answers has answered.
+/// Returns whether every member of the newest placement among `answers` has answered.
 pub(crate) fn is_complete<'a>(answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone) -> bool {
     members(answers).is_some()
 }
 
-/// Returns by answer whether its server may be a member of the job.
+/// Returns for each answer whether its server may be a member of the job.
 pub(crate) fn are_members(found: &Answers<v1::DescribeResponse>) -> Vec<bool> {
     let answers = found.iter().filter_map(|(_, answer)| answer.as_ref().ok());
     let members = members(answers.clone());

@@ -27,8 +27,8 @@ use rustls::pki_types::{DnsName, PrivateKeyDer, pem::PemObject};
 
 /// The authority's own key, which neither servers nor clients need.
 pub(crate) const CA_KEY: &str = "ca.key";
-/// Prefix of the authority's name, before a part of its key's hash. With equal names, certificates of one
-/// authority would look like forged ones of another.
+/// Prefix of the authority's name, before a part of its key's hash. With equal names, certificates of one authority
+/// would look like forged certificates of another.
 const CA_NAME: &str = "Longshore CA";
 const CA_DAYS: u32 = 3650;
 /// Difference of clocks that certificates tolerate.
@@ -145,7 +145,7 @@ fn set_life(params: &mut CertificateParams, days: u32) {
     params.not_after = (now + Duration::from_secs(24 * 3600) * days).into();
 }
 
-/// Refuses a name that is no DNS name: certificates carry the identity as one.
+/// Refuses a name that is no DNS name: certificates carry the identity as a DNS name.
 fn check_name(name: &str) -> anyhow::Result<()> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     let good = (1..=63).contains(&name.len())
@@ -156,8 +156,8 @@ fn check_name(name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A folder under way that only its owner can read. Drop empties the folder unless it is kept, so that a command that
-/// failed may be repeated.
+/// A new folder that only its owner can read. Unless it is kept, dropping the value empties the folder, so that a
+/// command that failed may be repeated.
 pub(crate) struct NewFolder<'a> {
     dir: &'a Path,
     was_there: bool,
@@ -195,7 +195,7 @@ impl Drop for NewFolder<'_> {
         if self.is_kept {
             return;
         }
-        // The command's error is shown, and one more would hide it.
+        // An error of the removal is ignored: the command's own error is shown, and a second one would hide it.
         if !self.was_there {
             let _ = fs::remove_dir_all(self.dir);
             return;

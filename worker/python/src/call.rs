@@ -1,5 +1,5 @@
-//! Records which jobs' calls a thread is in. A signal handler runs on the waiting thread, and would wait for ever
-//! for the call that it interrupts.
+//! Records which jobs' calls a thread is in. A signal handler runs on the waiting thread. A call from the handler would
+//! wait for ever for the call that the handler interrupts.
 
 use std::cell::RefCell;
 

@@ -17,14 +17,14 @@ use pyo3::{prelude::*, types::PyDict};
 
 use crate::log;
 
-/// The remedy for a loop in Python. The native trainer does this by itself.
+/// The remedy for a loop in Python. The native trainer starts again by itself.
 const START_AGAIN: &str = ". Nothing is lost on the servers: end all ranks and start them again. With Hugging Face's Trainer \
     pass resume_from_checkpoint=longshore.huggingface.newest(trainer); a loop of your own goes on behind optimizer.version";
 
 thread_local! {
     /// The exception that a signal handler raised while this thread waited.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
-    /// The flag with which another thread ends the waits of this one.
+    /// The flag with which another thread ends the waits of this thread.
     static CANCELLED: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
 }
 
@@ -115,7 +115,8 @@ fn class(error: &Error) -> &'static str {
         Error::Unreachable(_) => "UnreachableError",
         Error::Untrusted(_) => "UntrustedError",
         Error::Call(failed) => match failed.fault.kind {
-            // The transport has no other fault of this kind; a server's names a field of the job.
+            // The transport's faults of this kind name the call. A server's fault of this kind names a field of the
+            // job.
             FaultKind::Unavailable if failed.fault.field.starts_with("call to ") => "UnreachableError",
             FaultKind::Deadline => "WaitError",
             _ => "RefusedError",

@@ -47,7 +47,7 @@ impl Fetch {
 
 #[pymethods]
 impl Fetch {
-    /// Waits for the weights and writes them into the tensors. After it returns or raises, no tensor is written
+    /// Waits for the weights and writes them into the tensors. Once the call returns or raises, no tensor is written
     /// any more.
     fn read(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::of(py, self.job)?;

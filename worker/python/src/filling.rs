@@ -11,8 +11,9 @@ use crate::{error::raised, memory::HostTensor};
 /// The weights alone, one tensor for each parameter.
 pub(crate) struct Weights(pub(crate) Vec<HostTensor>);
 
-/// Number of updates that made the state, None for weights alone; parameters with fewer updates, and how many fewer;
-/// the callable that returns each tensor.
+/// A filling as Python gives it. The first item is the number of updates that made the state, or None for weights
+/// alone. The second lists parameters with fewer updates, each with the number of missing updates. The third is the
+/// callable that returns each tensor.
 pub(crate) type Given = (Option<u64>, Vec<(u32, u64)>, Py<PyAny>);
 
 /// Tensors that Python reads on request. A single tensor of each array is in memory at a time.

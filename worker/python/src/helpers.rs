@@ -13,7 +13,7 @@ use std::{
 use longshore_memory::lend::{Loan, lend};
 use pyo3::pyfunction;
 
-/// More threads move no more bytes a second on any host that we know of.
+/// Largest number of copying threads. More threads move no more bytes a second on any host that we know of.
 const MOST: usize = 16;
 /// Largest number of entries on the board. A call that ends before a helper comes leaves its entries, so the oldest
 /// are dropped.
@@ -67,7 +67,8 @@ pub(crate) fn spread(parts: usize, part: impl Fn(usize) + Sync) {
 
 impl Board {
     fn lock(&self) -> MutexGuard<'_, Posted> {
-        // Every change is one call on the queue, or one number.
+        // A poisoned lock may be taken. Every change is one call on the queue, or one number, so a panic leaves the
+        // board valid.
         self.posted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -49,7 +49,7 @@ pub(crate) struct Job {
     stage: Turns<Stage>,
     settings: Settings,
     steps: StepByStep,
-    /// The process of the session: a fork has none of its threads.
+    /// Id of the process that built the job. A fork has none of the session's threads.
     process: u32,
 }
 
@@ -244,7 +244,7 @@ impl Job {
         self.session(py, |session| Ok(session.gradient_memory().map(GradientMemory::new)))
     }
 
-    /// Notes that these parameters got no gradient in the current micro-step.
+    /// Notes that `params` got no gradient in the current micro-step.
     fn push_zeros(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<()> {
         self.train(py, |training| training.push_zeros(&params))
     }
@@ -272,14 +272,14 @@ impl Job {
         self.train(py, |training| Ok(training.read_weights(&params)?.map(|version| version.0)))
     }
 
-    /// Returns the requested weights of these parameters, which may lie in servers' memory; None if they do not
-    /// come from there. The caller reports with `have_weights` that it read them.
+    /// Returns the requested weights of `params` in servers' memory. None if the weights do not come from there. The
+    /// caller reports with `have_weights` that it read them.
     fn lent_weights(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<Option<LentWeights>> {
         let lent = self.train(py, |training| training.lent_weights(&params))?;
         Ok(lent.map(|(feed, places)| LentWeights::new(self.number(), feed, places)))
     }
 
-    /// Same as `fetch` for parts of parameters, if servers of this host have the weights in their memory; None
+    /// Requests parts of parameters as `fetch` does, if servers of this host have the weights in their memory; None
     /// otherwise. A part is a parameter, its first element and a count.
     fn lend(
         &self,
@@ -306,7 +306,7 @@ impl Job {
         self.train(py, |training| Ok(training.unread_params()))
     }
 
-    /// Same as `unread_weights`, and marks these weights as read: from now on `fetch` brings them.
+    /// Returns the version as `unread_weights` does, and marks these weights as read: from now on `fetch` brings them.
     fn take_unread_weights(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.train(py, |training| Ok(training.take_unread().map(|version| version.0)))
     }
@@ -327,7 +327,7 @@ impl Job {
         Ok(Fetch::new(self.number(), weights.are_lent(), || weights.write()))
     }
 
-    /// Notes that these parameters have the requested weights.
+    /// Notes that `params` have the requested weights.
     fn have_weights(&self, py: Python<'_>, params: Vec<usize>) -> PyResult<()> {
         self.train(py, |training| {
             training.have(&params);
@@ -364,8 +364,8 @@ impl Job {
         self.session(py, |session| export(session, Contents::Weights(dtype), &[targets]))
     }
 
-    /// Same as `export_weights`, for all state: one list of tensors per array of the rule, empty for an unwanted
-    /// array.
+    /// Exports all state as `export_weights` does weights. `targets` has a list of tensors per array of the rule, empty
+    /// for an unwanted array.
     fn export_state(&self, py: Python<'_>, targets: Vec<Vec<HostTensor>>) -> PyResult<(u64, u64)> {
         self.session(py, |session| export(session, Contents::State(session.spec().rule), &targets))
     }
@@ -382,7 +382,7 @@ impl Job {
         Ok((checkpoint.name, checkpoint.version.0))
     }
 
-    /// Asks the job to move to these servers while it trains.
+    /// Asks the job to move to `servers` while it trains.
     fn scale(
         &self,
         py: Python<'_>,

@@ -1,4 +1,4 @@
-//! Memory for a device that copies itself: weights in the memory of servers of this host, and gradients in this job's.
+//! Memory for a device that copies by itself: weights in the memory of this host's servers, and this job's gradients.
 
 use std::{
     ops::Range,
@@ -114,15 +114,15 @@ impl GradientMemory {
 }
 
 impl Training {
-    /// Returns the requested weights of these parameters, if they come from servers' images.
+    /// Returns the requested weights of `params`, if they come from servers' images.
     pub(crate) fn lent_weights(&self, params: &[usize]) -> Result<Option<(Feed, Vec<Range<u64>>)>> {
         let Some((_, From::Images(feed))) = self.unread_weights() else { return Ok(None) };
         let places = params.iter().map(|&param| self.places.at(param)).collect::<Result<_>>()?;
         Ok(Some((feed, places)))
     }
 
-    /// Requests weights of a version requested or read before, if servers of this host have it in their memory. A
-    /// part is a parameter, its first element and a count. Does not wait.
+    /// Requests weights of a version that was requested or read before, if servers of this host have them in their
+    /// memory. A part is a parameter, its first element and a count. Does not wait.
     pub(crate) fn lend(
         &mut self,
         version: Version,

@@ -21,8 +21,8 @@ use tracing::{
 };
 use tracing_subscriber::{Layer, layer::Context, prelude::*};
 
-/// The most records that wait: at some 200 bytes each, as much as a small message. The first records are kept,
-/// since they tell how a trouble began.
+/// Largest number of records that wait: 50 KB at some 200 bytes each. The first records are kept, since they tell how a
+/// trouble began.
 const KEPT: usize = 256;
 
 struct Record {

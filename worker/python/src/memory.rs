@@ -15,9 +15,9 @@ use crate::{error::raise, helpers::spread};
 
 /// Elements per tile of a conversion between two types other than f32: a tile stays in the L1 cache.
 const TILE: usize = 2048;
-/// Copies by several threads are cut into parts of this many elements. Fewer than `LEAST_PARTS` parts are not cut:
-/// a thread wakes in the time in which another copies two parts. With busy cores, two threads copied four parts no
-/// sooner than one thread, and used half as much CPU time again.
+/// Copies by several threads are cut into parts of this many elements. A copy of fewer than `LEAST_PARTS` parts is not
+/// cut: a thread wakes only after another has copied two parts. On busy cores two threads copied four parts no sooner
+/// than one thread, with 1.5 times the CPU time.
 const PART_ELEMENTS: usize = 256 * 1024;
 const LEAST_PARTS: usize = 8;
 
@@ -95,7 +95,7 @@ impl HostTensor {
     pub(crate) fn write_to(&self, range: Range<usize>, wire: Dtype, scale: f32, target: &mut [u8]) {
         let width = wire.bytes() as usize;
         // Payloads for a socket are chunks, whose checksum is taken next, so they stay in cache. Lent payloads are
-        // longer.
+        // longer, and are written past the caches.
         let past_caches = target.len() > CHUNK_BYTES;
         let parts: Vec<_> = target.chunks_mut(part_of(range.len()) * width).map(Mutex::new).collect();
         spread(parts.len(), |index| {
@@ -152,7 +152,7 @@ impl HostTensor {
         Ok(())
     }
 
-    /// Returns the elements at `part`, of a tensor at `place`.
+    /// Returns the elements of this tensor that lie at `part`, if the whole tensor lies at `place`.
     fn part(&self, place: &Range<u64>, part: &Range<u64>) -> HostTensor {
         let first = (part.start - place.start) as usize;
         let elements = ((part.end - part.start) as usize).min(self.elements.saturating_sub(first));

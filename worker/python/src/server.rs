@@ -21,7 +21,7 @@ pub(crate) struct Server {
     address: String,
     /// None once the server has ended.
     embedded: Mutex<Option<Embedded>>,
-    /// The process that runs the server: a fork has none of its threads.
+    /// Id of the process that runs the server. A fork has none of the server's threads.
     process: u32,
 }
 

@@ -29,7 +29,7 @@ pub(crate) struct Settings {
     servers: Vec<String>,
     tls_dir: Option<PathBuf>,
     job: String,
-    /// Name, shape, group.
+    /// Name, shape and param group of each parameter.
     params: Vec<(String, Vec<u64>, u32)>,
     groups: Vec<String>,
     rule: String,
@@ -105,7 +105,7 @@ impl From<GivenHyper> for Hyper {
     }
 }
 
-/// Decisions that Python makes step by step: hyperparameters at the end of a step, and steps after which the
+/// Decisions that Python makes step by step: a step's hyperparameters at its end, and the steps after which the
 /// pipeline drains.
 #[derive(Clone, Default)]
 pub(crate) struct StepByStep(Arc<Mutex<Said>>);
@@ -116,7 +116,7 @@ struct Said {
     drained: BTreeSet<Step>,
 }
 
-/// Decisions are at most this many steps behind.
+/// Number of steps whose values are kept: a step is decided before Python is this many steps further.
 const STEPS_KEPT: usize = 8;
 
 impl StepByStep {
@@ -205,8 +205,8 @@ impl Settings {
         partitions
     }
 
-    /// The factor between a loss and the scaler's value. Servers divide by the number of gradients, and so does a
-    /// worker that adds them up. In torch gradients add up.
+    /// The factor between a loss and the scaler's value. Servers divide a sum by its number of gradients, and so does a
+    /// worker that adds them up. Torch adds gradients without a division.
     pub(crate) fn scale_factor(&self) -> f64 {
         f64::from(self.accumulate.max(1))
     }
@@ -226,8 +226,8 @@ impl Settings {
         }
     }
 
-    /// Returns the options of the pipeline. With partitions a rank requests only the weights of its own: frozen
-    /// ones do not change.
+    /// Returns the options of the pipeline. With partitions a rank requests only the weights of its own partitions.
+    /// Frozen weights do not change.
     pub(crate) fn pipeline(&self, steps: &StepByStep, spec: &JobSpec) -> Result<PipelineOptions, Fault> {
         let (hypers, drains) = (steps.clone(), steps.clone());
         let scaler = self.scaler()?;

@@ -1,4 +1,5 @@
-//! A rank's steps over tensors of Python: gradients are copied from there once, and weights to there once.
+//! A rank's steps over tensors of Python. Each gradient is copied out of its tensor once, and each weight into its
+//! tensor once.
 
 use std::{ops::Range, sync::Arc};
 
@@ -33,8 +34,7 @@ pub(crate) struct Training {
     micro_steps: u32,
     /// Requested weights that some tensor does not have yet.
     pub(crate) unread: Option<Unread>,
-    /// The version whose master weights the next step computes with: its images are corrected, and it was drained
-    /// to.
+    /// The drained version whose master weights the next step computes with, since the version's images are corrected.
     pub(crate) drained: Option<Version>,
     /// Master weights of `drained`, once a part of them was pulled: pulls unit by unit share one export.
     master: Option<Arc<Vec<u8>>>,
@@ -164,7 +164,7 @@ impl Training {
         })
     }
 
-    /// Sends gradients of the current micro-step, which `write` copies to where they leave from.
+    /// Sends gradients of the current micro-step, which `write` copies into the memory from which they are sent.
     pub(crate) fn push_together(
         &mut self,
         gradients: &[(usize, u64)],
@@ -173,8 +173,7 @@ impl Training {
         self.put(|assembler| assembler.put_together(gradients, &mut write))
     }
 
-    /// Notes that these parameters got no gradient. The wire carries zeros for them, or -0 in a job that leaves
-    /// parameters out.
+    /// Notes that `params` got no gradient. The wire carries zeros for them, or -0 in a job that leaves parameters out.
     pub(crate) fn push_zeros(&mut self, params: &[usize]) -> Result<()> {
         params.iter().try_for_each(|&param| self.put(|assembler| assembler.put_nothing(param)))
     }
@@ -207,7 +206,7 @@ impl Training {
         Ok(())
     }
 
-    /// Ends the step with these hyperparameters, and requests the weights of the next one.
+    /// Ends the step with the hyperparameters `hypers`, and requests the weights of the next step.
     pub(crate) fn commit(
         &mut self,
         hypers: Vec<Hyper>,
@@ -277,8 +276,8 @@ impl Training {
         self.unread = Some(Unread { version, from, left });
     }
 
-    /// Waits for the requested weights of these parameters, and writes them into the tensors. Returns their
-    /// version; None if the tensors have them already.
+    /// Waits for the requested weights of the parameters of `targets`, and writes them into these tensors. Returns
+    /// their version; None if the tensors have them already.
     pub(crate) fn read_weights(&mut self, targets: &[HostTensor]) -> Result<Option<Version>> {
         let Some((version, from)) = self.unread_weights() else { return Ok(None) };
         for target in targets {
@@ -287,7 +286,7 @@ impl Training {
                 unread.left.remove(&target.param);
             }
         }
-        // The last tensor frees the memory of the weights.
+        // Once no tensor lacks its weights, their memory is freed.
         self.unread.take_if(|unread| unread.left.is_empty());
         Ok(Some(version))
     }
@@ -340,12 +339,12 @@ impl Training {
         self.unread.as_ref().map(|unread| (unread.version, unread.from.clone()))
     }
 
-    /// Notes that these parameters have the requested weights.
+    /// Notes that `params` have the requested weights.
     pub(crate) fn have(&mut self, params: &[usize]) {
         if let Some(unread) = &mut self.unread {
             params.iter().for_each(|param| _ = unread.left.remove(param));
         }
-        // The last parameter frees the memory of the weights.
+        // Once no parameter lacks its weights, their memory is freed.
         self.unread.take_if(|unread| unread.left.is_empty());
     }
 
@@ -380,11 +379,11 @@ impl Training {
         self.unread.iter().flat_map(|unread| unread.left.iter().copied()).collect()
     }
 
-    /// Same as `unread`, and marks these weights as read: from now on they are fetched. A rank that fetches its
-    /// part of them cannot tell when it has all.
+    /// Returns the version as `unread` does, and marks its weights as read, so that they are fetched from now on. A
+    /// rank that fetches a part of the weights cannot tell when all tensors have theirs.
     pub(crate) fn take_unread(&mut self) -> Option<Version> {
         let unread = self.unread.take()?;
-        // Fetches of these weights come in several calls, which share one export.
+        // The unread weights are fetched in several calls, which share one export.
         if let From::Master(weights) = unread.from {
             self.master = Some(weights);
         }

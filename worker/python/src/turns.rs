@@ -22,8 +22,8 @@ impl<T> Turns<T> {
         Turns { value: Mutex::new(value), ended: Mutex::new(0), changed: Condvar::new() }
     }
 
-    /// Runs `act` once no other call uses the value. While it waits, `ends` is called on this thread, and true
-    /// gives up.
+    /// Runs `act` once no other call uses the value. While the call waits, `ends` is called on this thread, and the
+    /// answer true ends the wait.
     ///
     /// # Errors
     /// `Interrupted` if `ends` returned true; the error of `act`.

@@ -1,5 +1,5 @@
-//! Checks a server's address and dials it, on the session's runtime. `Peer` opens its connections here. Payloads can
-//! bypass HTTP/2 by taps.
+//! Checks a server's address and dials it, on the session's runtime. `Peer` opens its connections here. Taps of a
+//! connection let its payloads bypass HTTP/2.
 
 use std::{
     future::Future,
@@ -56,7 +56,7 @@ impl Address {
 
 type Dialling = Pin<Box<dyn Future<Output = Result<TokioIo<Direct<Paced<Dialled>>>, DialError>> + Send>>;
 
-/// Connector of a connection. tonic calls it for the first connection and after each break.
+/// Opens the socket of a channel. tonic calls it at first, and again after each break of the connection.
 #[derive(Clone)]
 struct Connector {
     dialler: Dialler,

@@ -1,4 +1,5 @@
-//! Values by a server's number: `ByServer` holds answers of one call, `Met` a session's state for each server.
+//! Values found by a server's number: `ByServer` holds the servers' answers to one call, `Met` a session's state for
+//! each server.
 
 use std::{
     ops::{Index, IndexMut},
@@ -83,8 +84,8 @@ impl<T> IntoIterator for ByServer<T> {
     }
 }
 
-/// Values for the servers that a session has connected with. Servers join while others are in use. A value stays
-/// until the session ends, so readers need no lock.
+/// A value for each server that a session has connected with. Servers join while others are in use. No value is
+/// replaced or removed before the session ends, so readers need no lock.
 pub(crate) struct Met<T>(Vec<OnceLock<Box<T>>>);
 
 impl<T> Default for Met<T> {

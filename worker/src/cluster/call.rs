@@ -33,10 +33,11 @@ impl Cluster {
     /// Calls one server until it answers, for at most `deadline`. `call` is the RPC's name, for errors. `request`
     /// must be idempotent, as all control calls of the protocol are.
     ///
-    /// After a failed transport, attempts go on for the session's deadline, even if `deadline` is longer. That time
-    /// counts from the first of consecutive failures. A call that fails after `SILENCE` counts as a first failure.
+    /// After a failed transport, attempts go on for the session's deadline, even if `deadline` is longer. The session's
+    /// deadline counts from the first of consecutive failures. An attempt that failed after more than `SILENCE` starts
+    /// the count anew: the server was alive meanwhile.
     ///
-    /// A server that recovers the job reads all of its state. The call is repeated for `slow_deadline` meanwhile.
+    /// A server that recovers the job reads all of its state. The call is then repeated for up to `slow_deadline`.
     /// After the recovery the server has `deadline` to answer.
     pub(crate) async fn call<T, F, Answer>(
         &self,
@@ -75,10 +76,10 @@ impl Cluster {
             let (peer, begun) = (&self.peers[server], Instant::now());
             let fault = match host::timeout_at(end, request(peer.clone())).await {
                 Ok(Ok(response)) => return Ok(response.into_inner()),
-                // A repeated deletion finds no job, as it should.
+                // A repeated deletion finds no job, which is no loss of state.
                 Ok(Err(status)) if call == "DeleteJob" => fault_from_status(&status, &peer.address),
                 Ok(Err(status)) => self.fault(server, &status),
-                // The last refusal says more than the time.
+                // An earlier refusal names a cause, so it is returned instead of the late answer.
                 Err(_) => refused.take().unwrap_or_else(|| {
                     let value = format!("unanswered after {deadline:?}");
                     let remedy =
@@ -104,8 +105,8 @@ impl Cluster {
         }
     }
 
-    /// Returns the fault of a server's answer. A server without the job was restarted, or the job is deleted. Where
-    /// other servers hold the shards, the fault becomes `Unavailable`, and rank 0 gives the server up.
+    /// Returns the fault of a server's answer. A server that lacks the job was restarted, or the job is deleted. If
+    /// other servers hold the server's shards, the fault becomes `Unavailable`, since rank 0 gives the server up.
     pub(crate) fn fault(&self, server: ServerId, status: &Status) -> Fault {
         let fault = fault_from_status(status, self.address(server));
         let is_gone = fault.kind == FaultKind::NotFound && fault.field == "job";
@@ -135,7 +136,8 @@ impl Cluster {
                 StateLost { server: address, job, tier, detail: fault.to_string() }.into()
             }
             (FaultKind::Fenced, ..) => Fenced { server: address, job, fault }.into(),
-            // A server keeps only the newest commits. Those after a step are gone once other processes have trained.
+            // A server keeps only the newest commits. If it lacks the commits after this rank's step, other processes
+            // have trained since.
             (FaultKind::Conflict, READS | ORIGIN, _)
             | (FaultKind::Conflict, "placement.epoch", "Join")
             | (FaultKind::NotFound, "version", "Pull")
@@ -149,8 +151,8 @@ impl Cluster {
         Outdated { server: self.address(server).to_string(), job: self.job().clone(), fault }.into()
     }
 
-    /// Runs `act` on every server concurrently. The first failure cancels the others. The result lacks servers that
-    /// are given up meanwhile.
+    /// Runs `act` on every server concurrently. The first failure cancels the other calls. The result lacks servers
+    /// that are given up meanwhile.
     pub(crate) async fn on_all<T, Act>(&self, act: impl Fn(ServerId) -> Act) -> Result<ByServer<T>>
     where
         Act: Future<Output = Result<T>>,
@@ -207,7 +209,7 @@ impl Cluster {
         self.describe_for(server, false, (GLANCE, Duration::ZERO)).await
     }
 
-    /// Returns a server's clock, in ms since 1970. None if the server does not say it within 2 s.
+    /// Returns a server's clock, in ms since 1970. None if the server does not tell its clock within 2 s.
     pub(crate) async fn clock(&self, server: ServerId) -> Option<u64> {
         let ask = |peer: Peer| async move { peer.admin().list_jobs(ListJobsRequest::default()).await };
         let asked = self.call_for(server, "ListJobs", None, (GLANCE, Duration::ZERO), ask).await;

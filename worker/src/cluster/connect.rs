@@ -21,15 +21,15 @@ use crate::{
 /// Listed servers that are connected, and lost servers.
 #[derive(Default)]
 struct Reached {
-    /// By place in the list.
+    /// The connected servers, keyed by their place in the list.
     peers: BTreeMap<ServerId, Peer>,
     /// Servers that are gone for good.
     lost: Vec<ServerId>,
 }
 
 impl Cluster {
-    /// Connects with the listed servers. If the job's servers have changed since it was opened, connects with the new
-    /// servers too, and returns the members.
+    /// Connects with the listed servers. If the job's servers have changed since the job was opened, connects with the
+    /// new servers too, and returns the members.
     pub(super) async fn connect_all(&self, servers: &[String]) -> Result<Option<Members>> {
         let (Reached { peers, mut lost }, found) = self.discover_all(servers).await?;
         let asked: Vec<Peer> = peers.values().cloned().collect();
@@ -46,7 +46,8 @@ impl Cluster {
                 self.members.readdress(self.moved_from(&known).await);
             }
             self.give_up(&lost);
-            // If the first placement does not allow these losses, a newer placement exists whose answer was lost.
+            // Losses that would leave a shard without a holder are ignored here. Such losses belong to a newer
+            // placement, whose answer was lost.
             for server in self.servers() {
                 self.meet(server, &self.placement().servers[server.0 as usize]).await?;
             }
@@ -72,7 +73,7 @@ impl Cluster {
             }
         }
         if self.spec().replicas > 1 {
-            // A member that is not listed may be lost, too.
+            // A member that is not listed was not dialled yet, and may be lost too.
             let members: Vec<ServerId> = placement.members().collect();
             let address = |&server: &ServerId| match self.peers.get(server) {
                 Some(peer) => peer.address.clone(),
@@ -107,7 +108,8 @@ impl Cluster {
         loop {
             let reached = self.reach(servers, start, &[]).await?;
             let asked: Vec<Peer> = reached.peers.values().cloned().collect();
-            // Every server of a job with replicas has answered a moment ago, or is left out.
+            // In a job with replicas `reach` keeps only servers that have just answered, so no silent server is
+            // awaited.
             let silent = if has_replicas { Instant::now() } else { end };
             match discover(self.job().as_str(), &asked, (silent, start + self.options.slow_deadline)).await {
                 Discovered::Unclear(_) if has_replicas && backoff.pause(end).await => {}
@@ -120,8 +122,8 @@ impl Cluster {
         }
     }
 
-    /// Connects with `servers` until the deadline. A silent server is left out once the others say that the job has
-    /// left it. Peers in `known` are connected already.
+    /// Connects with `servers` until the deadline. A silent server is left out once the other servers tell that the job
+    /// has left it. Peers in `known` are connected already.
     async fn reach(&self, servers: &[String], start: Instant, known: &[Peer]) -> Result<Reached> {
         let time = (start, start + self.options.deadline);
         let dial = |(server, address): (ServerId, &'_ String)| {
@@ -147,8 +149,8 @@ impl Cluster {
         }
     }
 
-    /// Servers that rank 0 has reached at another address than the placement's, which no longer answers. Empty on
-    /// other ranks.
+    /// Servers that rank 0 has reached at another address than the placement's, where the server no longer answers.
+    /// Empty on other ranks.
     async fn moved_from(&self, placement: &Placement) -> Vec<MemberAddress> {
         let moved = async |server: ServerId| {
             let (known, peer) = (&placement.servers[server.0 as usize], self.peers.get(server)?);
@@ -233,7 +235,8 @@ impl Cluster {
     /// Connects with a server, retrying until the end of `time`.
     pub(crate) async fn dial(&self, address: &str, time: (Instant, Instant)) -> Result<Peer> {
         let connections = self.options.connections;
-        // Calls of an embedded server run on this session's own threads. A caller's runtime may have none to spare.
+        // Calls to an embedded server run on the threads of this session's runtime. A runtime of the caller may have no
+        // thread to spare.
         let may_be_here = self.options.transport.may_share() && self.pace.is_none() && self.runtime.is_own();
         if let Some(channel) = local::channel(address).filter(|_| may_be_here) {
             return Ok(Peer::without_sockets(address, connections, &channel));

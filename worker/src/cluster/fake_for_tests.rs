@@ -146,7 +146,7 @@ pub(crate) fn start(servers: Vec<Says>) -> (Options, Runtime) {
     (options, runtime)
 }
 
-/// The session's deadline of [`cluster`].
+/// Deadline of the session that [`cluster`] returns.
 pub(crate) const DEADLINE: Duration = Duration::from_millis(300);
 
 /// Returns a connected cluster of fake servers. Its calls have the short `DEADLINE`.

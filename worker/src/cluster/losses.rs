@@ -1,8 +1,9 @@
 //! Gives up lost servers of a job with replicas.
 //!
-//! A task of each session asks all servers for losses: every second on rank 0, every five seconds elsewhere.
-//! Operators report losses to servers. Rank 0 gives up restarted servers without the job, and silent servers while
-//! most servers answer. A minority never gives up others: both sides of a broken link would go on without the other.
+//! A task of each session asks all servers for losses: every second on rank 0, every five seconds elsewhere. Operators
+//! report losses to servers. Rank 0 gives up restarted servers without the job, and silent servers while most servers
+//! answer. A minority never gives up other servers. Otherwise both sides of a broken link would go on, each without the
+//! other side.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -71,13 +72,14 @@ fn lost(answers: &[(ServerId, Answer)], members: usize) -> Vec<ServerId> {
 }
 
 impl Cluster {
-    /// Silence after which rank 0 gives a server up. Ranks wait for three times as long.
+    /// Time without an answer after which rank 0 gives a server up. A rank's wait is three times as long, so it
+    /// outlasts the decision.
     pub(super) fn silence(&self) -> Duration {
         self.options.deadline / 3
     }
 
-    /// Finds lost servers by all `answers`, and tells the others. If any server refuses, as for the last holder of a
-    /// shard, no server is given up. Returns the lost servers.
+    /// Finds lost servers by all `answers`, and tells the filled servers. If any of them refuses, as for the last
+    /// holder of a shard, no server is given up. Returns the lost servers.
     pub(super) async fn say_lost(
         &self,
         answers: &[(ServerId, Answer)],
@@ -102,7 +104,8 @@ impl Cluster {
                 let tell = || host::timeout(GLANCE, async { peer.admin().scale(request.clone()).await });
                 let told = match tell().await {
                     Ok(told) => told,
-                    // A second attempt delays ranks by no more than two looks.
+                    // A single late answer must not postpone the loss. A second attempt delays the ranks by two looks
+                    // at most.
                     Err(_) => tell().await.unwrap_or_else(|_| Err(Status::deadline_exceeded("no answer"))),
                 };
                 told.map_err(|status| fault_from_status(&status, &peer.address))
@@ -124,7 +127,7 @@ impl Cluster {
         lost
     }
 
-    /// Ends the job on a server that has left it, or was given up. Returns false if the call failed.
+    /// Ends the job on a server that has left the job, or was given up. Returns false if the call failed.
     pub(crate) async fn retire(&self, server: ServerId, incarnation: Incarnation, time: Duration) -> bool {
         let placement = Some(self.placement().to_wire());
         let request = RetireRequest { job: self.job().to_string(), incarnation: incarnation.0, placement };
@@ -143,7 +146,7 @@ impl Cluster {
     /// number.
     async fn end_lost(&self, server: ServerId) -> bool {
         match self.glance(server).await {
-            // The server was silent while the job went on without it.
+            // The server still holds shards under its lost number: it was only silent while the job went on.
             Ok(answer) if answer.server == server.0 => {
                 self.retire(server, Incarnation(self.incarnation.load(Relaxed)), GLANCE).await
             }
@@ -187,7 +190,7 @@ impl Losses {
             let is_member = cluster.placement().members().any(|member| member == *server);
             cluster.options.rank == Rank(0) && !is_member && !ended.contains(server)
         });
-        // Lost servers are asked together with the others: a look then takes one wait.
+        // Lost servers are asked together with the others, so that a look takes only one wait.
         let end_lost = removed.iter().map(|&server| cluster.end_lost(server));
         let (answers, have_ended) = join(cluster.hear_of_losses(), join_all(end_lost)).await;
         let mut leading = answers.values().flatten().filter_map(|answer| answer.ranks.first());
@@ -204,7 +207,7 @@ impl Losses {
         }
         let now = Instant::now();
         if now.duration_since(*looked) > 2 * (LOOK + GLANCE) {
-            // This process was stopped meanwhile: the silence may be its own.
+            // This process was stopped since the last look, so the silence may be its own and not the servers'.
             silent.clear();
         }
         *looked = now;
@@ -258,7 +261,7 @@ mod tests {
             (&[Filled, Filled, Filled][..], 3),
             (&[Filled, SilentForLong], 2),
             (&[Filled, SilentForLong, SilentForLong], 3),
-            // Members that are given up, and are still in the placement, count.
+            // Members that are given up count as long as they are in the placement.
             (&[Filled, Filled, SilentForLong], 4),
             (&[Filled, Forgetful, SilentForLong], 3),
             (&[Filled, Forgetful, Silent], 3),

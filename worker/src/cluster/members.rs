@@ -39,13 +39,13 @@ struct State {
     connected: Vec<ServerId>,
     /// Servers that are given up. A decision of rank 0 removes them from the placement later.
     lost: BTreeSet<ServerId>,
-    /// Servers that answered without the job.
+    /// Servers that answered that they lack the job.
     forgetful: BTreeSet<ServerId>,
     /// True if a server that rank 0 has given up runs again, without the job.
     is_back: bool,
     /// Servers that rank 0 reaches at another address than the placement's.
     moved: Vec<MemberAddress>,
-    /// Tier of each server's part of the job, by the server's last answer.
+    /// Tier of each server's part of the job, as the server's last answer named it.
     tiers: BTreeMap<ServerId, TierKind>,
 }
 
@@ -134,8 +134,8 @@ impl Cluster {
         }
     }
 
-    /// Tier of a server's part of the job. An unknown tier counts as the longest-lasting known tier, or else as the
-    /// spec's. With a shorter-lived tier, state that survives would count as lost.
+    /// Tier of a server's part of the job. If a server has not named its tier, the longest-lasting tier of the others
+    /// counts, or else the spec's. A shorter-lived tier would count surviving state as lost.
     pub(crate) fn tier(&self, server: ServerId) -> TierKind {
         let known = self.members.read(|state| {
             let of = state.tiers.get(&server).or_else(|| state.tiers.values().max());
@@ -144,7 +144,8 @@ impl Cluster {
         known.unwrap_or(self.spec().tier)
     }
 
-    /// Returns true if a crash of some server can take back its newest version.
+    /// Returns true if some server makes versions durable only after their decision. A crash of such a server can take
+    /// the newest version back.
     pub(crate) fn has_durable_later(&self) -> bool {
         self.servers().any(|server| self.tier(server).properties().durable_later)
     }
@@ -159,7 +160,8 @@ impl Cluster {
         self.source_at(shard, step, 0)
     }
 
-    /// Server to ask for a shard after a step and some failed attempts. Attempts go round the living holders.
+    /// Server to ask for a shard's version after `step`, once `failures` attempts have failed. Each failure turns to
+    /// the next living holder.
     pub(crate) fn source_at(&self, shard: ShardId, step: Step, failures: usize) -> ServerId {
         self.members.read(|state| {
             let mut sources = state.placement.sources_at(shard, step);
@@ -169,7 +171,7 @@ impl Cluster {
         })
     }
 
-    /// The servers that take a shard's gradients of a step, and make its version.
+    /// The living servers that take a shard's gradients of a step, and make the step's version.
     pub(crate) fn holders_at(&self, shard: ShardId, step: Step) -> impl Iterator<Item = ServerId> + use<> {
         self.members.read(|state| {
             let holders = state.placement.holders_at(shard, step);
@@ -191,12 +193,13 @@ impl Cluster {
         shards.filter(|&shard| placement.holders_at(shard, step).any(|holder| holder == server)).collect()
     }
 
-    /// Gives servers up: no call waits for them any more. Ignored if a shard would lose its last holder.
+    /// Gives servers up: no call waits for them any more. Does nothing if a shard would lose its last holder.
     pub(crate) fn give_up(&self, lost: &[ServerId]) {
         self.members.give_up(lost);
     }
 
-    /// Asks every server for losses, since a server that was given up itself may not know. Returns the answers.
+    /// Asks every server for losses, and returns the answers. All are asked, since a server that was given up may not
+    /// know of it.
     pub(crate) async fn hear_of_losses(&self) -> ByServer<Result<DescribeResponse>> {
         let answers = self.on_each(|server| self.glance(server)).await;
         let scaling = answers.values().flatten().filter_map(|answer| answer.scaling.as_ref());
@@ -208,8 +211,8 @@ impl Cluster {
         answers
     }
 
-    /// Gives up the servers that the newest placement lacks. Servers forget a loss once it is decided. This rank may
-    /// be waiting for that decision from the lost server itself.
+    /// Gives up the servers that the newest placement lacks. Servers report a loss only until its decision, and this
+    /// rank may await the decision from the lost server itself.
     async fn hear_of_decided_losses(&self, answers: &ByServer<Result<DescribeResponse>>) {
         let epoch = |answer: &DescribeResponse| answer.scaling.as_ref().map_or(0, |scaling| scaling.epoch);
         let known =
@@ -331,9 +334,9 @@ impl Cluster {
         self.peers.get_or_make(server, || peer);
     }
 
-    /// Asks the first server for the newest placement. Since this rank began to join, a decision may have changed it,
-    /// or a step back restored an older one. A rank with lanes joins new servers before it sets the placement, since
-    /// gradients go to owners at once.
+    /// Asks the first server for the newest placement. Since this rank began to join, a decision may have changed the
+    /// placement, or a step back restored an older one. A caller with lanes joins new servers before it sets the
+    /// returned placement. Lanes send gradients to its owners at once.
     pub(crate) async fn newest_placement(&self) -> Option<Placement> {
         let peer = [self.peers[self.first()].clone()];
         let (job, ends) = (self.job().as_str(), self.patience());
@@ -365,8 +368,8 @@ impl Cluster {
         (now + self.options.deadline, now + self.options.slow_deadline)
     }
 
-    /// Takes the placement of the farthest server, and connects with servers that are new. Returns false if there are none.
-    /// The caller has opened no lanes yet.
+    /// Takes the placement of the farthest server, and connects with its new servers. Returns false if no server is
+    /// new. The caller has opened no lanes yet.
     pub(crate) async fn meet_members(&self) -> Result<bool> {
         let peers: Vec<Peer> = self.servers().map(|server| self.peers[server].clone()).collect();
         let found = discover(self.job().as_str(), &peers, self.patience()).await.changed();
@@ -382,8 +385,8 @@ impl Cluster {
         Ok(!new.is_empty())
     }
 
-    /// Returns `Outdated` if the job's servers have changed since this rank connected. `server` has refused a call.
-    /// Former servers are asked as well, since the job may be back there.
+    /// Returns `Outdated` if the job's servers have changed since this rank connected. `server` is a server that has
+    /// refused a call. Former servers are asked as well, since the job may be on them again.
     pub(crate) async fn check_not_moved(&self, server: &str) -> Result<()> {
         let (placement, job) = (self.placement(), self.job());
         let members: Vec<&Peer> = self.servers().map(|server| &self.peers[server]).collect();
@@ -426,7 +429,7 @@ impl Cluster {
 /// Placement of a job by its servers' answers.
 pub(super) enum Discovered {
     Changed {
-        /// The placement of the farthest server.
+        /// The placement of the server with the most progress.
         placement: Placement,
         /// Number of each peer in the placement. None for a peer that is no member.
         numbers: Vec<Option<ServerId>>,
@@ -435,7 +438,7 @@ pub(super) enum Discovered {
     },
     /// All servers know the first placement only. `has_job` is the index of a peer with the job.
     Unchanged { has_job: Option<usize> },
-    /// The answer of this peer is missing. The placement may have changed.
+    /// The peer of this index has not answered, so the placement may have changed.
     Unclear(usize),
 }
 
@@ -448,8 +451,8 @@ impl Discovered {
     }
 }
 
-/// Asks peers whether the job's servers have changed. Unless another peer knows, silent peers are awaited until
-/// `end`, recovering peers until `recovered`.
+/// Asks peers whether the job's servers have changed. Unless some peer tells of a change, silent peers are awaited
+/// until `end`, recovering peers until `recovered`.
 pub(super) async fn discover(job: &str, peers: &[Peer], (end, recovered): (Instant, Instant)) -> Discovered {
     let mut backoff = Backoff::new();
     loop {
@@ -488,7 +491,7 @@ pub(super) async fn discover(job: &str, peers: &[Peer], (end, recovered): (Insta
 pub(super) struct Seen {
     pub(super) version: Version,
     pub(super) server: ServerId,
-    /// The placement's epoch, where the job's servers may have changed.
+    /// The placement's epoch; 0 if `changed` is false.
     pub(super) epoch: Epoch,
     pub(super) changed: bool,
     /// The server waits for weights.
@@ -498,14 +501,14 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// Sort key of servers by progress. A server prepared for a move already has the placement after that move. At
-    /// version 0 only its phase differs from the phase of a server in use.
+    /// Sort key of servers by progress. The phase precedes the epoch. A server prepared for a move already has the
+    /// placement after the move, and waits for weights.
     pub(super) fn progress(&self) -> (Version, bool, Epoch, bool) {
         (self.version, !self.is_loading, self.epoch, self.changed)
     }
 }
 
-/// Asks a server about a job. Returns None if the job is not there.
+/// Asks a server about a job. Returns None if the server does not have the job.
 pub(super) async fn seen(peer: &Peer, job: &str) -> std::result::Result<Option<Seen>, Fault> {
     let request = DescribeRequest { job: job.into(), brief: true, ..Default::default() };
     let asked = host::timeout(GLANCE, async { peer.admin().describe(request).await }).await;

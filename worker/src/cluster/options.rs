@@ -30,8 +30,8 @@ pub enum Transport {
     Tcp,
     /// Unix sockets alone.
     Unix,
-    /// Shared memory with every server. A server without it is an error. Weights of the `shm` tier still come
-    /// through the socket.
+    /// Shared memory with every server. A server without shared memory is an error. Weights of the `shm` tier still
+    /// come through the socket.
     Memfd,
 }
 
@@ -119,9 +119,9 @@ pub struct Options {
     pub token_file: Option<PathBuf>,
     pub spec: JobSpec,
     pub rank: Rank,
-    /// Number of ranks that take part until they start anew: at most `spec.world_size`.
+    /// Number of ranks that take part, at most `spec.world_size`. Another number needs a new start of all ranks.
     pub world_size: u32,
-    /// Process of this session. A session that starts over shares it.
+    /// Source of this process's incarnations. A session that starts over takes the same value.
     pub process: Process,
     /// The longest wait for an event that is immediate in a healthy job: a connection, another rank, a step.
     pub deadline: Duration,

@@ -19,8 +19,8 @@ use tokio::{
 
 use crate::lock;
 
-/// The idle time that a link may make up for. Timers fire some milliseconds late, and a busy link must not lose
-/// those.
+/// The longest idle time that a link makes up for. Timers fire some milliseconds late, and a busy link must not lose
+/// the time until they fire.
 const CREDIT: Duration = Duration::from_millis(4);
 
 /// The link of a rank. Clones share one link.

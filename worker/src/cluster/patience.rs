@@ -1,5 +1,5 @@
-//! Bounds a rank's waits for other ranks. The log names the awaited rank meanwhile, and the error does at the
-//! deadline. Every blocking call and background task of a session waits here.
+//! Bounds a rank's waits for other ranks. During the wait the log names the awaited rank, and at the deadline the error
+//! names it. Every blocking call and background task of a session waits here.
 //!
 //! A live rank may be silent for minutes: evaluations, compilers and checkpoints take as long. A dead rank should be
 //! named soon.
@@ -26,17 +26,18 @@ use crate::{
     lock,
 };
 
-/// A rank without a watch for this long is gone: broken watches are opened again within a second or two.
+/// A rank whose process watches no server for this long is gone. A live process opens a broken watch again within two
+/// seconds.
 const BACK: Duration = Duration::from_secs(15);
 
 impl Cluster {
-    /// Awaits work of other ranks for the session's deadline, and up to `slow_deadline` while every process is
+    /// Awaits work of other ranks for the session's deadline, and up to `slow_deadline` while every rank's process is
     /// there.
     pub(crate) async fn patiently<T>(&self, future: impl Future<Output = T>) -> Result<T, Impatience> {
         self.patiently_for(|_| true, future).await
     }
 
-    /// Same as `patiently`, but only ranks for which `needed` holds must be there.
+    /// Awaits as `patiently` does, but only the processes of ranks for which `needed` holds must be there.
     pub(crate) async fn patiently_for<T>(
         &self,
         needed: impl Fn(Rank) -> bool,
@@ -102,7 +103,7 @@ impl Cluster {
     pub(crate) fn check_newest(&self, server: ServerId, answer: &DescribeResponse) -> Result<()> {
         let mine = answer.ranks.iter().find(|known| known.rank == self.options.rank.0);
         let (newest, ours) = (mine.map_or(0, |rank| rank.incarnation), self.incarnation.load(Relaxed));
-        // A process that has not joined yet is the newer one.
+        // This process has not joined yet, so no process is newer.
         if ours == 0 || newest <= ours {
             return Ok(());
         }
@@ -131,13 +132,13 @@ fn is_recovering(answer: &Result<DescribeResponse>) -> bool {
 const AGAIN: Duration = Duration::from_secs(30);
 
 impl Cluster {
-    /// Awaits `future`, which has the session's deadline, or `slow_deadline` while every process is there.
-    /// Meanwhile the log says whom the job waits for. `what` names the awaited thing.
+    /// Awaits `future`, which ends by itself as a wait of `patiently` does. Meanwhile the log says whom the job waits
+    /// for. `what` names the awaited thing.
     pub(crate) async fn watched<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
         self.watched_for(self.options.deadline, what, future).await
     }
 
-    /// Same as `watched`, for work on all of the state: the future has all of `slow_deadline`.
+    /// Awaits as `watched` does, for work on all of the state, which may take all of `slow_deadline`.
     pub(crate) async fn watched_at_work<T>(&self, what: &str, future: impl Future<Output = T>) -> T {
         self.watched_for(self.options.slow_deadline, what, future).await
     }
@@ -159,7 +160,7 @@ impl Cluster {
     }
 
     async fn say_who_is_waited_for(&self, what: &str, start: Instant, bound: Duration) {
-        // A pause was reported when it began.
+        // A pause needs no report here, since it was reported when it began.
         if self.waits.is_paused() || !self.waits.is_turn_to_tell() {
             return;
         }
@@ -169,7 +170,7 @@ impl Cluster {
         let said: Vec<String> =
             reasons.map(|(server, reason)| format!("server {} {reason}", self.address(server))).collect();
         let reason = if said.is_empty() { "no server misses anything".to_string() } else { said.join("; ") };
-        // Past the deadline the wait goes on only while every process is there.
+        // Past the deadline a wait goes on only while every rank's process is there, for `slow_deadline` at most.
         let most = match start.elapsed() <= bound {
             true => bound,
             false if is_silent => bound + bound.min(BACK),
@@ -190,7 +191,7 @@ fn waits(answer: Result<DescribeResponse>) -> Option<String> {
     match answer {
         Ok(answer) if answer.waiting_for.is_empty() => None,
         Ok(answer) => Some(format!("waits for {}", answer.waiting_for)),
-        // Either the job is not open there yet, or the server has lost it. Rank 0 handles both.
+        // The job is not open on the server yet, or the server has lost the job. Rank 0 handles both.
         Err(Error::StateLost(_)) => Some("does not hold the job".to_string()),
         Err(Error::Call(failed)) if recovers(&failed.fault) => Some("recovers the job".to_string()),
         Err(Error::Call(failed)) => Some(format!("does not answer ({})", failed.fault.value)),
@@ -242,8 +243,8 @@ fn reason(answer: Result<DescribeResponse>) -> Option<Fault> {
 pub(crate) struct Troubles(Mutex<BTreeMap<ServerId, Fault>>);
 
 impl Troubles {
-    /// Notes that a server does not take gradients, for example because it drains or is gone. Returns true the
-    /// first time, until the server takes gradients again.
+    /// Notes that a server does not take gradients, for example because it drains or is gone. Returns true if the
+    /// server is unavailable, and this was not noted since it last took gradients.
     pub(crate) fn note(&self, server: ServerId, fault: &Fault) -> bool {
         let mut troubles = lock(&self.0);
         let first = !troubles.contains_key(&server) && fault.kind == FaultKind::Unavailable;

@@ -1,4 +1,5 @@
-//! Connections of a server: one for control, several for data. The session's `Cluster` keeps them until it ends.
+//! Connections of a server: one for control, several for data. The session's `Cluster` keeps the connections until the
+//! session ends.
 
 use std::{
     future::{Future, ready},
@@ -28,7 +29,7 @@ use crate::{
     host::{self, Instant},
 };
 
-/// A call that lasted longer had a living server: without answers to pings the call would have ended.
+/// Longest call to a dead server: missing answers to pings end it. The server of a longer call was alive.
 pub(super) const SILENCE: Duration = KEEP_ALIVE.saturating_mul(2).saturating_add(CONNECT);
 
 /// A data connection. Large answers may bypass HTTP/2. Clones are cheap.

@@ -1,5 +1,5 @@
 //! The tasks of a session, and the tokio runtime that carries them out. The library's blocking calls wait here for
-//! asynchronous work. A caller can interrupt them.
+//! asynchronous work, until the caller interrupts them.
 
 use std::{
     fmt,
@@ -42,9 +42,10 @@ impl fmt::Debug for Interrupt {
     }
 }
 
-/// The longest wait without timers, far below the deadlines and reports that begin after it.
+/// The longest wait of `block_briefly`, which uses no timers. Waits with deadlines and reports begin only after it, and
+/// are far longer.
 const MOMENT: Duration = Duration::from_millis(20);
-/// The most threads of a session's own runtime: one does the framing while the other converts and checks.
+/// Largest number of threads of a session's own runtime: one frames while the other converts and checks.
 const RUNTIME_THREADS: usize = 2;
 
 /// Wakes a thread that blocks on a future.

@@ -149,7 +149,7 @@ impl Waits {
         self.pause.borrow().count
     }
 
-    /// Notes that the job is paused. A new pause begins now.
+    /// Notes that the job is paused. A pause that was not known yet begins now.
     pub(crate) fn paused(&self, reason: &str) {
         self.pause.send_if_modified(|pause| {
             let new = pause.now.is_none();

@@ -1,4 +1,4 @@
-//! Counts bytes against a limit, as leases of devices and pools. The budget does not know where the memory is.
+//! Counts the bytes that devices and pools lease, against a limit. A budget allocates no memory itself.
 
 use std::sync::{
     Arc,

@@ -4,7 +4,7 @@ use std::{any::Any, fmt, ops, sync::Arc};
 
 use crate::error::{DeviceError, Result};
 
-/// Device memory. Dropping the last clone frees it and returns its bytes to the budget.
+/// Device memory. Dropping the last clone frees the memory, and returns its bytes to the budget.
 #[derive(Clone)]
 pub struct Buffer {
     memory: Arc<dyn Any + Send + Sync>,
@@ -23,8 +23,8 @@ impl Buffer {
 
     /// Returns the memory with its concrete type, for a copy of `bytes` from `offset` by the device `name`.
     ///
-    /// # Errors `Device` if the copy exceeds the buffer, or if the memory is no `M`: another device allocated the
-    /// buffer.
+    /// # Errors
+    /// `Device` if the copy exceeds the buffer, or if the memory is no `M`: another device allocated the buffer.
     pub fn memory<M: Any>(&self, name: &str, offset: u64, bytes: u64) -> Result<&M, DeviceError> {
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             let cause = format!("{bytes} bytes at {offset} in a buffer of {}", self.bytes);

@@ -113,7 +113,7 @@ impl BufferPool {
         BufferPool(Arc::new(Shelf { budget, field, rest: Mutex::default(), is_tight, arena }))
     }
 
-    /// Keeps the memory of all buffers while the returned value lives. None if the pool is not shared.
+    /// Keeps the pages of all buffers in place while the returned value lives. None if the pool is not shared.
     pub(crate) fn kept(&self) -> Option<GradientMemory> {
         self.0.arena.as_ref().map(Arena::kept)
     }
@@ -171,7 +171,8 @@ impl BufferPool {
     }
 }
 
-/// A buffer from a pool. Dropping it returns it, and `Bytes::from_owner` returns it with the last clone.
+/// A buffer from a pool. Dropping the buffer returns it to the pool. As the owner of `Bytes`, it returns with their
+/// last clone.
 pub struct PooledBuffer {
     /// None only while the buffer is dropped.
     memory: Option<LeasedBytes>,
@@ -187,7 +188,7 @@ impl PooledBuffer {
         }
     }
 
-    /// Leaves the buffer as it is: other processes may go on reading it, and this process never writes there
+    /// Leaves the buffer as it is: other processes may go on reading it, and this process never writes to the buffer
     /// again.
     pub(crate) fn abandon(mut self) {
         let Some(memory) = self.memory.take() else { return };

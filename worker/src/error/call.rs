@@ -58,8 +58,8 @@ pub struct Fenced {
     pub fault: Fault,
 }
 
-/// This process holds outdated data. Either a step was taken back, since a server and a rank's process lost it
-/// together. Or the job went on with data of an earlier process of this rank.
+/// This process holds outdated data. The reason may be that a step was taken back, since a server and a rank's process
+/// lost it together. The job may also have gone on with data of an earlier process of this rank.
 ///
 /// Nothing is lost, and the process need not end: a new session that joins goes on from the servers' version.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -70,7 +70,7 @@ pub struct VersionsDiffer {
 pub struct OtherFilling {
     pub server: String,
     pub job: JobName,
-    /// The number of updates that made its state; 0 for weights alone.
+    /// The number of updates that made the server's state; 0 for weights alone.
     pub found: u64,
     pub given: u64,
 }
@@ -155,7 +155,7 @@ fn listed(versions: &[(String, Version)]) -> String {
     said.join(", ")
 }
 
-/// A restore that some servers could not do. The others wait for weights again, and no server trains.
+/// Some servers could not do a restore. The other servers wait for weights again, and no server trains.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "the restore of job {job} was taken back on {}, where it waits for weights again{}: {cause}. Put that right, then \

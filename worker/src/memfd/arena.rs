@@ -36,7 +36,7 @@ struct Space {
     free: HashMap<usize, Vec<(Arc<Extent>, Region)>>,
     /// Addresses of all pieces cut so far.
     cut: Vec<Range<usize>>,
-    /// Number of living [`GradientMemory`] values. While there is one, pieces keep their pages.
+    /// Number of living [`GradientMemory`] values. While any of them lives, pieces keep their pages.
     users: usize,
 }
 
@@ -50,8 +50,9 @@ pub(crate) struct Extent {
 
 /// Keeps the memory of a rank's gradients in place, for a device that copies gradients there itself.
 ///
-/// While it lives, all pieces keep their addresses and pages. The pages of idle pieces count in no budget. A
-/// device may page-lock the pieces: a returned page would become another page for the device than for servers.
+/// While it lives, all pieces keep their addresses and pages. The pages of idle pieces count in no budget. A device may
+/// page-lock the pieces. If a page were returned and taken again, the device would write the old page, and servers read
+/// the new one.
 pub struct GradientMemory(Arena);
 
 /// Exclusive bytes of this process. No other process writes them: servers of the same user map them read-only.
@@ -157,8 +158,8 @@ impl AsRef<[u8]> for Piece {
     }
 }
 
-/// A server that still reads an older gradient here finds another checksum than it was told, and refuses the
-/// bytes.
+/// Writing is allowed while a server still reads an older gradient here. The checksum no longer matches, so the server
+/// refuses the bytes.
 impl AsMut<[u8]> for Piece {
     fn as_mut(&mut self) -> &mut [u8] {
         self.region.as_mut().map_or(&mut [], |region| &mut region.bytes_mut()[..self.bytes])

@@ -1,5 +1,5 @@
-//! The worker's end of a link: the socket over which a server and this rank share memory. A server's images are
-//! mapped through it. The rank's state owns the links, and lanes and fetches use them.
+//! The worker's end of a link: the socket over which a server and this rank share memory. A server's images are mapped
+//! through the link. The rank's state owns the links, and lanes and fetches use them.
 
 use std::{collections::HashMap, ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
 
@@ -36,7 +36,7 @@ pub(crate) struct Link {
 struct Exchange {
     /// The server's number of each extent.
     memories: HashMap<u64, u32>,
-    /// An answer was not awaited, so it would be taken for the next question's answer.
+    /// True if an answer was not awaited. The next question would take it for its own answer.
     broken: bool,
 }
 
@@ -86,7 +86,7 @@ impl Link {
         self.exchange.try_lock().map_or(true, |exchange| !exchange.broken && self.socket.is_open())
     }
 
-    /// Returns the server's number of an extent. The extent is passed first if the server does not have it.
+    /// Returns the server's number of an extent. If the server does not have the extent yet, the link passes it first.
     pub(crate) async fn memory(&self, extent: &Extent) -> Result<u32, Fault> {
         let mut exchange = self.exchange.lock().await;
         if let Some(&memory) = exchange.memories.get(&extent.id) {

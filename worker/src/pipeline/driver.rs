@@ -28,8 +28,8 @@ use crate::{
     session::spread_on,
 };
 
-/// The driver's extra time beyond the longest wait of a task. The task's own error comes first, since it names the
-/// missing rank. Without one, the driver's error names the rank that the servers wait for.
+/// Extra time of the driver beyond a task's own longest wait. So the task's error comes first, which names the missing
+/// rank. If the task returns no error, the driver's error names the rank that the servers wait for.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// A step that awaits its decision.
@@ -37,7 +37,7 @@ pub(super) struct StepToDecide {
     pub(super) step: Step,
     /// Loss scale of the step's gradients.
     pub(super) loss_scale: f64,
-    /// The step's span. Its context goes with the commit.
+    /// Tracing span of the step. The span's context goes with the commit.
     pub(super) span: Span,
     pub(super) finished_at: stats::Finished,
     /// The trainer's message at the end of the step.
@@ -57,10 +57,10 @@ pub(super) struct Driver {
     pub(super) shared: Arc<PipelineInner>,
     pub(super) options: PipelineOptions,
     pub(super) scaler: LossScaler,
-    /// Parameters that the steps so far left out, or that the job's initial state left out.
+    /// Parameters that steps have left out so far, or that had fewer updates when the job was filled.
     pub(super) left_out: Vec<LeftOut>,
-    /// Ends when the last commit is durable on every server. The next commit waits for that. After the crash of any
-    /// server, all servers then have one version in common. At most one step is sent again.
+    /// Ends once the last commit is durable on every server. The next commit waits for this end. So after any crash all
+    /// servers have one version in common, and at most one step is sent again.
     pub(super) durable: Option<Task<Result<()>>>,
     pub(super) moves: Moves,
 }
@@ -155,7 +155,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Sets the scaler to the loss scale of the version before: an operator may have changed it.
+    /// Sets the scaler to the loss scale of the version before, which an operator may have changed.
     async fn follow(&mut self, step: Step) -> Result<()> {
         let chosen = self.shared.board.wait(&self.cluster, Version(step.0 - 1)).await?;
         if chosen != self.scaler.scale() {
@@ -190,7 +190,7 @@ impl Driver {
         let before = Version(step.0 - 1);
         let envelope = Envelope {
             scaler: self.scaler.clone(),
-            // The board has this version: this rank decided it, or joined at it.
+            // The board has the version before: this rank decided that version, or joined at it.
             previous_loss_scale: self.shared.board.scale(before).unwrap_or(self.scaler.scale()),
             origins: by_number(origins),
             trainer,
@@ -203,7 +203,7 @@ impl Driver {
             correction: self.options.correction_of(step),
             left_out: Vec::new(),
             groups: (self.options.hyper)(step),
-            // JSON has no infinity. `skip` says that the norm was not finite.
+            // JSON has no infinity, so a norm that is not finite is sent as 0. `skip` tells of the overflow.
             norm: if decision.norm.is_finite() { decision.norm } else { 0.0 },
             loss_scale: self.scaler.scale(),
             trainer_state: envelope.encode(),
@@ -226,7 +226,7 @@ impl Driver {
     }
 }
 
-/// Returns origins indexed by the server's number. Servers without statistics have none.
+/// Returns origins indexed by the server's number. Servers without statistics have the unknown origin.
 fn by_number(origins: &ByServer<Origin>) -> Vec<Origin> {
     let count = origins.ids().last().map_or(0, |server| server.0 as usize + 1);
     let mut numbered = vec![Origin::UNKNOWN; count];

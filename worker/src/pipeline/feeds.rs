@@ -1,5 +1,5 @@
-//! Feeds of the current step and of the next step. Weights are requested as early as possible. The pipeline owns
-//! them, on the trainer's thread.
+//! Feeds of the current step and of the next step. Weights are requested as early as possible. The pipeline owns the
+//! feeds, on the trainer's thread.
 
 use std::ops::Range;
 
@@ -16,15 +16,16 @@ use crate::{
 pub(super) struct Feeds {
     now: Option<Feed>,
     next: Option<Feed>,
-    /// Readings of versions that are pulled on demand, from the first pull of each on, oldest first.
+    /// Readings of versions that are pulled on demand, oldest first. A version's reading is kept from its first pull
+    /// on.
     readings: Vec<Reading>,
 }
 
-/// The most versions read on demand at once: those of the current step, and the next step's.
+/// Largest number of versions that the current and the next step read on demand at once. Older readings are dropped.
 const READINGS: usize = 4;
 
 impl Feeds {
-    /// Returns the reading that all pulls of a version share, also pulls before its step begins.
+    /// Returns the reading that all pulls of a version share, also pulls before the step that reads the version begins.
     pub(super) fn shared_reading(&mut self, version: Version) -> Reading {
         if let Some(reading) = self.readings.iter().find(|reading| reading.version() == version) {
             return reading.clone();
@@ -36,7 +37,7 @@ impl Feeds {
         reading
     }
 
-    /// Returns the feed of a whole version, if there is one.
+    /// Returns the current or the next step's feed, if its version is `version`.
     pub(super) fn of(&self, version: Version) -> Option<&Feed> {
         [&self.now, &self.next].into_iter().flatten().find(|feed| feed.version() == version)
     }
@@ -152,8 +153,8 @@ impl Pipeline {
     /// requests all of them can lend its gradients. Returns whether weights are pulled on demand.
     pub fn pull_on_demand(&mut self) -> bool {
         if !matches!(self.options.weights, Weights::OnDemand) && !self.session.pulls.are_lent() {
-            // Lent gradients are taken back when all weights of a version were seen. Pulls on demand never see
-            // all.
+            // Lent gradients are taken back once all weights of a version have arrived. Pulls on demand never bring all
+            // weights, so the last lent gradients are awaited now.
             await_updates(&self.session, self.last.version());
             self.options.weights = Weights::OnDemand;
             self.feeds.clear();
@@ -162,8 +163,8 @@ impl Pipeline {
         matches!(self.options.weights, Weights::OnDemand)
     }
 
-    /// Returns a feed of some flat ranges of `version`. A requested feed is shared if it covers them; otherwise they
-    /// are pulled. `version` is the current step's, the next step's, or the version of the last drain.
+    /// Returns a feed of some flat ranges of `version`. A requested feed is shared if it covers the ranges; otherwise
+    /// the ranges are pulled. `version` is the current step's, the next step's, or the version of the last drain.
     pub fn pull(&mut self, version: Version, order: &[Range<u64>]) -> Result<Feed> {
         let reading = match self.feeds.of(version) {
             Some(feed) if order.iter().all(|range| feed.covers(range)) => return Ok(feed.clone()),

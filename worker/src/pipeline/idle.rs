@@ -9,8 +9,8 @@
 //! arrived         nothing is on its way: next owners are asked for the version too, and servers without shards leave
 //! ```
 //!
-//! A command that dies between two servers leaves two placements of one version. The next rank 0 or command first
-//! sends the newer placement to the rest.
+//! A command that dies while it sends a placement leaves two placements of one version. The next rank 0 or command
+//! first sends the newer placement to the servers that lack it.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -35,8 +35,8 @@ use crate::{
 /// Pause between two looks at servers that fetch.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Moves a job without ranks to these servers. New servers keep the job in `tier`, or else in the present servers'
-/// tier. `asked_micros` is the time of the wish.
+/// Moves a job without ranks to `servers`. New servers keep the job in `tier`, or else in the present servers' tier.
+/// `asked_micros` is the time of the wish.
 ///
 /// # Errors
 /// `Precondition` with field `lost` while a server is given up. `Fenced` once a rank 0 has started, which goes on with the
@@ -99,7 +99,7 @@ pub fn move_idle(
     })
 }
 
-/// Refuses to move a job with a lost server: decisions of steps alone give its shards to the others.
+/// Refuses to move a job with a lost server: only a step's decision can give its shards to other servers.
 fn check_all_met(cluster: &Cluster) -> Result<()> {
     let (placement, met) = (cluster.placement(), cluster.servers().collect::<Vec<_>>());
     let Some(lost) = placement.members().find(|member| !met.contains(member)) else { return Ok(()) };
@@ -150,8 +150,9 @@ impl Idle<'_> {
     async fn change(&mut self, change: PlacementChange) -> Result<()> {
         let (step, change) = (Step(self.version.0), PlacementChange { epoch: self.next_epoch(), ..change });
         self.placement.check(&change, step)?;
-        // New members come last: a server alone must not stand for a placement that no old member has. Next owners come
-        // after the owners before, which they ask at once.
+        // Added and removed servers get the placement last. No such server alone must stand for a placement that no old
+        // member has. A shard's next owner gets the placement after the owner before, since the next owner asks that
+        // server at once.
         let gains =
             change.moves.iter().chain(&change.replicas).map(|&(shard, to)| (self.placement.owner(shard), to));
         let first = self.placement.servers.len() as u32;
@@ -160,13 +161,13 @@ impl Idle<'_> {
         let late = added.chain(change.removed.iter().copied());
         let order: Vec<_> =
             late.flat_map(|late| members().map(move |member| (member, late))).chain(gains).collect();
-        // No gradient of a later step is under way, as in a job without delay.
+        // The change is applied with delay 0: no gradient of a later step is under way.
         let mut placement = self.placement.clone();
         placement.apply(&change, step, 0);
         self.place(placement, &order).await
     }
 
-    /// Waits until no shard is on its way, and has the next owners asked for this version too.
+    /// Waits until no shard is on its way. Ranks then ask the next owners for this version too.
     async fn end_handovers(&mut self) -> Result<()> {
         if self.placement.handovers.is_empty() {
             return Ok(());
@@ -174,7 +175,8 @@ impl Idle<'_> {
         let next = self.version.next_step();
         let late = |of: &Handover| of.from_step > next;
         if self.placement.handovers.iter().any(late) {
-            // A delayed job's decision counts from a later step on.
+            // A decision of a delayed job counts from a later step on. Without ranks no step is in flight, so handovers
+            // can count from the next step on.
             let mut placement = Placement { epoch: self.next_epoch(), ..self.placement.clone() };
             placement.handovers.iter_mut().for_each(|of| of.from_step = of.from_step.min(next));
             self.place(placement, &[]).await?;
@@ -184,7 +186,8 @@ impl Idle<'_> {
             true => self.placement.replica(of.shard).unwrap_or_default(),
             false => self.placement.owner(of.shard),
         };
-        // A server forgets a shard only once the next owner keeps it durably.
+        // The owner before gets the placement last. Since it forgets the shard, the next owner must keep the shard
+        // durably by then.
         let order: Vec<_> = self.placement.handovers.iter().map(|of| (came(of), of.before)).collect();
         let placement =
             Placement { epoch: self.next_epoch(), handovers: Vec::new(), ..self.placement.clone() };
@@ -195,7 +198,7 @@ impl Idle<'_> {
         Epoch(self.placement.epoch.0 + 1)
     }
 
-    /// Gives all servers a placement: of each pair in `order` the first one before the other.
+    /// Gives all servers a placement. In each pair of `order`, the first server gets the placement before the second.
     async fn place(&mut self, placement: Placement, order: &[(ServerId, ServerId)]) -> Result<()> {
         check_all_met(self.cluster)?;
         let mut left: Vec<ServerId> = self.cluster.servers().collect();

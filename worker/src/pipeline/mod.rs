@@ -61,7 +61,7 @@ pub struct Pipeline {
     shared: Arc<PipelineInner>,
     /// Sends steps to rank 0's driver.
     work: Option<mpsc::UnboundedSender<StepToDecide>>,
-    /// Trainer bytes in the commit of the version that this rank joined at.
+    /// The trainer's own bytes in the commit of the version at which this rank joined.
     resumed: Option<Vec<u8>>,
     /// The last step that this rank finished.
     last: Step,
@@ -227,7 +227,7 @@ impl Pipeline {
     ) -> Option<oneshot::Sender<Finished>> {
         let work = self.work.as_ref()?;
         let (trainer, finished) = oneshot::channel();
-        // A driver that has ended left the session's failure, and the next call returns it.
+        // If the driver has ended, the session has failed, and the next call returns the failure.
         let (step, loss_scale, span) = (plan.step, plan.loss_scale, span.clone());
         let _ = work.send(StepToDecide { step, loss_scale, span, finished_at, finished });
         Some(trainer)
@@ -268,7 +268,8 @@ impl Pipeline {
             true => self.await_decision(next).map(drop),
             false => Ok(()),
         });
-        // An interrupted wait records this half too: the step is decided in any case, and then has an outcome.
+        // The trainer's half of the outcome is recorded even after an interrupted wait: the step is decided in any
+        // case.
         let meters = Meters::read(&self.session);
         let made = current.made(meters, started.elapsed());
         self.timed = Some(made.timing);
@@ -310,12 +311,12 @@ impl Pipeline {
     }
 
     /// Drains, and waits until no crash of a server can take the version back. A server that died with the last step
-    /// may need that step's gradients again. If the step must be computed again, this is an error, as within a step.
+    /// may need that step's gradients again. If the step must be computed anew, the call returns an error.
     pub fn settle(&mut self) -> Result<Version> {
         let version = self.drain()?;
         let cluster = self.cluster();
         let durable = driver::durable_everywhere(self.session.cluster.clone(), version);
-        // A server that lost the version gets it from rank 0.
+        // Only rank 0 must be there: it sends the version to a server that lost it.
         let durable = cluster.patiently_for(|rank| rank == Rank(0), durable);
         let durable = cluster.watched("the last version to be durable", durable);
         cluster.runtime.block_on(async {

@@ -1,10 +1,10 @@
 //! Moves shards to the servers that an operator wants. Rank 0's driver calls this before each decision, which carries
 //! the next change of the placement.
 //!
-//! New servers are opened in the background. Between two decisions they begin without shards, and the next decision
-//! names them. Once every rank has joined them, each decision moves a few shards. Their number lets shards arrive
-//! about when their next update needs them. A shard without a replica gets that before it moves. Servers without
-//! shards leave at the end.
+//! New servers are opened in the background. Between two decisions the new servers begin without shards. The next
+//! decision adds them to the placement. Once every rank has joined the new servers, each decision moves a few shards.
+//! The number of shards is chosen so that they arrive about when their next update needs them. If a job has replicas, a
+//! shard without one gets it before the shard moves. Servers without shards leave at the end.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -35,13 +35,13 @@ use crate::{
 
 /// Time until a plan that failed is tried again.
 const AGAIN: Duration = Duration::from_secs(5);
-/// Most shards that one decision moves to a server: 25 GB by default, or two seconds at 100 Gbit/s.
+/// Largest number of shards that one decision moves to a server: 25 GB by default, or two seconds at 100 Gbit/s.
 const MOST_AT_ONCE: usize = 512;
-/// Decisions without a longer wait, until one more shard is tried.
+/// Number of decisions without too long a wait, after which a decision moves one shard more.
 const QUIET: u32 = 4;
 /// Pause between two looks at servers that await shards.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// Steps until every rank knows of a server's removal.
+/// Number of steps after which every rank knows of a server's removal.
 const KNOWN_AFTER: u64 = 3;
 
 pub(super) struct Moves {
@@ -53,7 +53,7 @@ pub(super) struct Moves {
     pub(super) reached: u64,
     preparing: Option<Task<Result<Plan, Unprepared>>>,
     plan: Option<Plan>,
-    /// Servers that were opened for an earlier wish, and take no part.
+    /// Servers that were opened for an earlier wish, and that no plan uses.
     unused: Vec<Added>,
     looking: Option<Task<Vec<(ServerId, DescribeResponse)>>>,
     not_before: Instant,
@@ -69,7 +69,7 @@ pub(super) struct Plan {
     pub(super) since: Epoch,
     pub(super) wanted: Vec<String>,
     pub(super) added: Vec<Added>,
-    /// New owners of shards, and then new replicas.
+    /// New owners of shards that no decision has taken yet. `replicas` has the new replicas in the same way.
     pub(super) moves: VecDeque<(ShardId, ServerId)>,
     pub(super) replicas: VecDeque<(ShardId, ServerId)>,
     pub(super) pace: Pace,
@@ -104,7 +104,7 @@ impl Plan {
             let mut taken = Vec::new();
             all.retain(|of| {
                 let left = room.get_mut(&of.1).filter(|left| **left > 0);
-                // Room is asked first: with 16,700 shards, checks of all took a second.
+                // Room is looked at first, since this is cheap: full checks of 16,700 shards took a second.
                 if left.is_none() && of.1 != NO_SERVER || !may(of) {
                     return true;
                 }
@@ -189,8 +189,8 @@ impl Moves {
     }
 
     /// Returns the change of the placement that comes with the decision on `step`. Returns at once unless servers join,
-    /// or the first server leaves. `differing` are shards whose owner and replica have other gradients: their replicas
-    /// are made anew. The other holder of a `broken` shard goes on with it.
+    /// or the first server leaves. `differing` are shards whose owner and replica have different gradients: their
+    /// replicas are made anew. A `broken` shard goes on with its other holder.
     ///
     /// # Errors
     /// If both holders of a shard are broken.
@@ -203,7 +203,7 @@ impl Moves {
         self.retire(step);
         let lost = self.cluster.given_up();
         let placement = self.cluster.placement();
-        // The other holder may be a lost server: then the next decision looks again.
+        // A lost server may be the other holder. So broken shards wait for the next decision while any server is lost.
         let is_held =
             |&(shard, server): &(ShardId, ServerId)| lost.is_empty() && placement.holds(server, shard);
         let broken: Vec<(ShardId, ServerId)> = broken.iter().copied().filter(is_held).collect();
@@ -234,7 +234,7 @@ impl Moves {
                 let remedy = "restore the last checkpoint on the other servers";
                 return Err(Fault::new(FaultKind::Precondition, "lost", value, limit, remedy).into());
             }
-            // Plans count on the placement before.
+            // A plan fits only the placement before this change, so the plan is dropped.
             self.unused.extend(self.plan.take().into_iter().flat_map(|plan| plan.added));
             let healed = heal(&placement, &broken, step)?;
             let differing = differing.iter().filter(|shard| broken.iter().all(|(of, _)| of != *shard));
@@ -246,8 +246,8 @@ impl Moves {
             let epoch = Epoch(self.cluster.placement().epoch.0 + 1);
             PlacementChange { epoch, ..change }
         });
-        // A change that servers would refuse is put off, so that training goes on. Where owner and replica have other
-        // gradients the refusal is returned, since each holder would make its own version.
+        // A change that servers would refuse is put off, so that training goes on. If a shard's owner and replica have
+        // different gradients, the refusal is returned. Each holder would make its own version.
         let checked = change.as_ref().map(|change| self.cluster.placement().check(change, step));
         if let Some(Err(fault)) = checked {
             if !differing.is_empty() {
@@ -267,7 +267,7 @@ impl Moves {
         // Answers from before the change do not show its effect.
         self.looking = self.plan.is_some().then(|| look(&self.cluster));
         self.retiring.extend(change.removed.iter().map(|&server| (step, server)));
-        // New replicas come a step sooner.
+        // The wish is looked at now, so new replicas come a step sooner.
         if !change.lost.is_empty() {
             self.take_wish(Step(step.0 + 1));
         }
@@ -284,7 +284,7 @@ impl Moves {
         if let Some(ended) = self.preparing.as_mut().and_then(Task::ended) {
             self.preparing = None;
             match ended {
-                // A server may have been lost meanwhile.
+                // A plan of an earlier epoch is dropped: a server may have been lost meanwhile.
                 Ok(Ok(plan)) if plan.asked == asked_micros && plan.since == placement.epoch => {
                     (self.plan, self.obstacle) = (Some(plan), String::new());
                 }
@@ -352,7 +352,7 @@ impl Moves {
         self.looking = Some(look(&self.cluster));
         let seen = seen.unwrap_or_default();
         let Some(plan) = &mut self.plan else { return Ok(None) };
-        // This rank may have a link with a server before its lanes are open.
+        // A server may show this rank as connected before this rank's lanes are open, so lanes are checked too.
         let ready = |server: &ServerId| {
             self.gradients.has_lanes(*server)
                 && seen.iter().any(|(of, answer)| of == server && is_ready(answer))
@@ -379,13 +379,14 @@ impl Moves {
             return Ok(None);
         }
         let change = leaving(&self.cluster, &plan.wanted).await?;
-        // Shards without a replica get one even while the wish waits for a server.
+        // A plan that only adds missing replicas does not fulfil a wish, which may still wait for a server.
         if self.wanted.borrow().servers.iter().all(|server| plan.wanted.contains(server)) {
             self.reached = plan.asked;
         }
         let (job, servers) = (self.cluster.job(), &plan.wanted);
         if placement.unreplicated() > 0 && servers.len() > 1 {
-            // A single server keeps shards. The rest are witnesses, or lack room.
+            // Only one server keeps shards, since the others are witnesses or lack room. The next plan would find the
+            // same, so it waits.
             self.not_before = Instant::now() + AGAIN;
         } else {
             tracing::info!(%job, ?servers, "the job is on the servers that were asked for");

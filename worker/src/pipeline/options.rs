@@ -83,7 +83,7 @@ pub struct PipelineOptions {
     pub clip: Option<f64>,
     /// The scaler at version 0. A resumed job continues with the scaler of its last commit.
     pub scaler: LossScaler,
-    /// Correction of a delayed schedule's delay.
+    /// Correction of the images that steps of a delayed schedule read.
     pub correction: DelayCorrection,
     pub accumulate: Accumulate,
     pub hyper: HyperOf,

@@ -14,9 +14,9 @@ pub struct Moved {
     pub placement: Placement,
 }
 
-/// Plans the moves to the wanted servers. `added` are the addresses of those that are new, in the order of their
-/// numbers. `room` has the number of shards that fit beside those that a server holds. A server without an entry has
-/// no limit. If no plan keeps the limits, the plan ignores them, and servers refuse with the shortage.
+/// Plans the moves to the wanted servers. `added` are the addresses of the new servers, in the order of their numbers.
+/// `room` has the number of further shards that fit on a server. A server without an entry has no limit. If no plan
+/// keeps the limits, the result ignores them, and a server then refuses and names the shortage.
 pub fn plan_moves(
     placement: &Placement,
     layout: &Layout,
@@ -55,7 +55,7 @@ impl Room<'_> {
         }
     }
 
-    /// Returns the shards that fit beside those that must leave other servers.
+    /// Returns the number of shards that fit on the wanted servers, beside the shards that must leave other servers.
     fn spare(&self, placement: &Placement, wanted: &[ServerId]) -> usize {
         let holders = placement.owners.iter().chain(&placement.replicas);
         let leaving = holders.filter(|server| !wanted.contains(server)).count();
@@ -90,7 +90,7 @@ fn plan_within(placement: &Placement, layout: &Layout, wanted: &[ServerId], room
     is_legal.then_some(Moved { moves, replicas, placement: target })
 }
 
-/// Plans replicas first, for shards where they are now. Then plans moves to servers without a replica of the shard.
+/// Plans the replicas first, beside the present owners. Then plans moves to servers without a replica of the shard.
 /// None if replicas stay uneven, or if a server cannot be emptied.
 fn replicas_first(
     placement: &Placement,
@@ -178,7 +178,8 @@ fn assign_among(
         let takes = |&server: &ServerId| {
             server != owner && room.has(server, shard) && may_take(server, shard) && (must || spare > 0)
         };
-        // Servers with less room fill as evenly as the others.
+        // The load relative to the share decides. So a server with less room also gets shards from all parts of the
+        // model.
         let fill = |server: &ServerId| (u128::from(loads[server]) << 64) / u128::from(shares[server].max(1));
         let Some(to) = wanted.iter().copied().filter(takes).min_by_key(fill) else {
             if must {
@@ -201,8 +202,8 @@ fn assign_among(
     Some(moves)
 }
 
-/// Refuses witnesses alone, and witnesses of a job without replicas. `holders` are the wanted servers that keep
-/// shards.
+/// Refuses wanted servers that are all witnesses, and any witness of a job without replicas. `holders` are the wanted
+/// servers that keep shards.
 ///
 /// # Errors
 /// `Precondition` with field `servers`.

@@ -1,5 +1,5 @@
-//! Opens a job on servers that it is not on yet, and plans the moves to them. Rank 0's driver calls it in the background
-//! (`moves`), and an operator's command in rank 0's place (`idle`).
+//! Opens a job on servers that it is not on yet, and plans the moves to them. Called by rank 0's driver in the
+//! background (`moves`), and by an operator's command in rank 0's place (`idle`).
 
 use std::{
     collections::BTreeSet,
@@ -33,7 +33,7 @@ use crate::{
 /// A plan that failed.
 pub(super) struct Unprepared {
     pub(super) error: Error,
-    /// Servers that may keep memory for it.
+    /// Servers that were opened for the plan, and may keep memory for it.
     pub(super) opened: Vec<Added>,
 }
 
@@ -50,7 +50,7 @@ pub(super) struct Added {
 }
 
 /// Returns the tier for a job's new servers. `wanted` holds the wish's tier, and the tiers of wanted servers with the
-/// job. If empty, the `present` servers decide.
+/// job. If `wanted` is empty, the tiers of the `present` servers decide.
 ///
 /// # Errors
 /// `Precondition` for several tiers: a server on drives may have to step back, and a server of another tier never does.
@@ -207,7 +207,7 @@ pub(super) async fn begin_all(
     Ok(added.iter().map(|added| added.peer.address.clone()).collect())
 }
 
-/// Calls a server that is no member of the job yet. The plan is tried again as a whole, so the call is not.
+/// Calls a server that is no member of the job yet. The call is not repeated, since the whole plan is tried again.
 async fn ask<T>(
     cluster: &Cluster,
     peer: &Peer,

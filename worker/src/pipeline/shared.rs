@@ -56,8 +56,8 @@ impl Board {
         self.scales.borrow().keys().next_back().copied().unwrap_or_default()
     }
 
-    /// Returns the loss scale of `version` once it is decided. A version that is no longer kept has the scale of the
-    /// next kept version. Steps were then made by a successor of this process, whose gradients servers refuse.
+    /// Returns the loss scale of `version` once it is decided. A version that is no longer kept gets the scale of the
+    /// next kept version. A successor of this process has then made steps, and servers refuse this process's gradients.
     pub(super) async fn known(&self, version: Version) -> f64 {
         let mut scales = self.scales.subscribe();
         // The sender is `self`, so this wait ends only with the version on the board.

@@ -53,8 +53,8 @@ pub(super) async fn basis(cluster: &Cluster, step: Step, mut statistics: Statist
         if is_heard || collected.differing.is_empty() {
             return collected;
         }
-        // A rank that died with a server sends its gradient again, to the living holders. Their sums must stay: the
-        // silent holder may be lost.
+        // If a rank and a server died together, the rank's next process sends gradients only to living holders. Sums
+        // then differ. The living holders' sums must stay, so losses are asked for first.
         let answers = cluster.hear_of_losses().await;
         let all_answer = answers.iter().all(|(server, answer)| answer.is_ok() || cluster.has_left(server));
         is_heard = all_answer || !backoff.pause(end).await;
@@ -159,7 +159,7 @@ async fn of_server(
         };
         let passes = match fault.kind {
             FaultKind::Unavailable | FaultKind::Deadline => true,
-            // The server has restarted, and lacks the last commit until it is sent again. A server that cannot say
+            // The server has restarted, and lacks the last commit until rank 0 sends it again. A server that cannot say
             // whether the step is decided is asked again.
             FaultKind::Precondition => {
                 fault.field == "step" && is_undecided(cluster, server, step).await.unwrap_or(true)
@@ -168,7 +168,8 @@ async fn of_server(
         };
         let again = passes && !late;
         if !again {
-            // Another process decided the step, most likely a newer rank 0. A dead server cannot say so.
+            // A newer rank 0 has probably decided the step, so its fence is the error to return. A dead server cannot
+            // report the fence.
             if let Err(fenced @ Error::Fenced(_)) = check_not_fenced(cluster, server).await {
                 return Err(fenced);
             }
@@ -189,7 +190,7 @@ async fn stream(
 ) -> Result<(), Fault> {
     let peer = cluster.peer(server);
     let spent = finished.borrow().map_or_else(Default::default, |at| at.elapsed());
-    // A wait that outlasts the deadline goes on for as long again.
+    // A wait that has outlasted the deadline asks for one deadline more.
     let deadline = cluster.options.deadline;
     let left = if spent < deadline { deadline - spent } else { deadline }.as_millis().max(1) as u64;
     let request = StatsRequest { job: cluster.job().to_string(), step: step.0, deadline_ms: left };

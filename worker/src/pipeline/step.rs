@@ -48,7 +48,7 @@ pub(super) struct Current {
     pub(super) started: Instant,
     /// Time spent in `begin`.
     pub(super) begin: Duration,
-    /// Micro-steps that have their assembler.
+    /// For each micro-step, true once it has its assembler.
     pub(super) assembled: Vec<bool>,
     /// Number of micro-steps that are wholly pushed.
     pub(super) finished: Arc<AtomicU32>,

@@ -29,7 +29,7 @@ pub(super) struct Watcher {
     pub(super) shared: Arc<PipelineInner>,
     /// The version that this rank joined at.
     pub(super) joined: Version,
-    /// The last step that was heard of. The watch asks for later ones.
+    /// The last step that was heard of. The watch asks for later steps.
     pub(super) seen: Step,
     /// The newest commits that were heard of, and the incarnation that decided each. A step decided again after a
     /// step back has another decider.
@@ -43,8 +43,8 @@ pub(super) struct Watcher {
 }
 
 impl Watcher {
-    /// Runs until the pipeline is dropped or the session has failed. Other ranks must not take a failed process
-    /// for a live one.
+    /// Runs until the pipeline is dropped or the session has failed. A watch beyond the failure would show other ranks
+    /// a live process.
     pub(super) async fn run(self) {
         let cluster = Arc::clone(&self.cluster);
         let watching = async {
@@ -55,11 +55,11 @@ impl Watcher {
         let _ = cluster.waits.unless_failed(watching).await;
     }
 
-    /// Opens a lost watch again and again: every wait has a deadline of its own.
+    /// Opens a lost watch again without limit: the waits for its events have deadlines of their own.
     async fn watch(mut self) {
         let (mut backoff, mut breaks) = (Backoff::new(), 0);
         loop {
-            // Where shards have replicas, a server may be gone for good, and the others know of it.
+            // If shards have replicas, a server may be gone for good, and the other servers know of the loss.
             let turn = if self.cluster.spec().replicas > 1 { breaks } else { 0 };
             let servers = self.cluster.servers();
             let server = servers.clone().nth(turn % servers.len().max(1)).unwrap_or_default();
@@ -132,7 +132,7 @@ impl Watcher {
         // A server that is given up breaks the watch, and the watch moves to another server.
         let Some(answer) = self.describe(server).await? else { return Ok(()) };
         let progress = answer.progress.unwrap_or_default();
-        // The server lost a version that was not durable, and its step is decided again.
+        // A server that is behind lost a version that was not durable, and the version's step is decided again.
         self.seen = self.seen.min(Step(progress.version));
         match progress.phase() {
             Phase::Paused => self.cluster.waits.paused(&progress.pause_reason),
@@ -145,8 +145,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// Returns the loss scale after a pause. A delayed job may have decided one more step since, whose commit
-    /// names the scale before it.
+    /// Returns the loss scale after a pause. A delayed job may have decided one more step since. The commit of that
+    /// step names the scale after the pause as `previous_loss_scale`.
     fn scale_after_pause(&self, last: &v1::Commit) -> Result<f64> {
         let after = self.floor.is_some_and(|(version, _)| last.step == version.0 + 1);
         if after {
@@ -159,8 +159,8 @@ impl Watcher {
     /// Skips to the newest commit, since a restarted server knows no other. The newest commit also names the loss
     /// scale of the version before.
     ///
-    /// No earlier version can be missing. A step is decided only after this rank has pushed it. A push needs the
-    /// version that the step reads, at most two before.
+    /// No earlier version can be missing. A step is decided only after this rank has pushed it. To push it, this rank
+    /// must know the version that the step reads. Steps read at most two versions before their own.
     async fn skip_ahead(&mut self, server: ServerId, fault: Fault) -> Result<()> {
         let Some(answer) = self.describe(server).await? else { return Ok(()) };
         let last = answer.progress.and_then(|progress| progress.last_commit);
@@ -201,8 +201,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// Takes the change of the placement that comes with a commit, before any step that it counts for can begin. Rank
-    /// 0's driver has taken it.
+    /// Takes a commit's change of the placement, before any step for which the change counts can begin. On rank 0 the
+    /// driver has taken it already.
     async fn follow(&self, commit: &Commit) {
         let Some(change) = &commit.placement else { return };
         if self.cluster.options.rank == Rank(0) || commit.step <= self.seen {
@@ -260,7 +260,7 @@ impl Watcher {
     }
 
     fn note(&mut self, commit: &Commit) {
-        /// Number of commits remembered. A server is at most one version behind its own decisions.
+        /// Number of commits remembered. A job steps back by at most one version, so a few are enough.
         const KEPT: usize = 4;
         self.decided.insert(commit.step, commit.decided_by);
         while self.decided.len() > KEPT {
@@ -280,7 +280,7 @@ impl Watcher {
         Err(self.cluster.explain(self.cluster.first(), "Watch", Some(commit.step), fault))
     }
 
-    /// Resumes all servers on rank 0: an operator's call may have reached the watched one alone.
+    /// On rank 0, resumes all servers: an operator's call may have reached only the watched server.
     fn spread_resume(&self, loss_scale: f64) {
         if self.cluster.options.rank != Rank(0) {
             return;

@@ -53,7 +53,8 @@ impl Feed {
         let pieces = cut(&cluster.layout, order)?;
         let step = Step(reading.version().0);
         let owner = |shard| cluster.owner_at(shard, step);
-        // The last holder of a shard may be lost: its version is waited for.
+        // Owners are added to the connected servers, since the last holder of a shard may be lost. The feed then waits
+        // for that holder.
         let owners = (0..cluster.layout.shards()).map(|shard| owner(ShardId(shard)));
         let servers: BTreeSet<ServerId> = cluster.servers().chain(owners).collect();
         let in_place = ByServer::new(servers, |server| pulls.lends(server));
@@ -80,7 +81,7 @@ impl Feed {
         self.handle.shared.reading.version()
     }
 
-    /// The reading of these weights, for the gradient that is computed with them.
+    /// The reading of this feed's weights, for the gradient that is computed with them.
     pub(crate) fn reading(&self) -> &Reading {
         &self.handle.shared.reading
     }
@@ -89,7 +90,7 @@ impl Feed {
         self.handle.shared.store.dtype
     }
 
-    /// Returns true if this feed brings all of these flat elements.
+    /// Returns true if this feed brings all flat elements of `range`.
     pub(crate) fn covers(&self, range: &Range<u64>) -> bool {
         range.is_empty() || self.handle.shared.store.covering(range).is_some()
     }
@@ -99,7 +100,7 @@ impl Feed {
         self.handle.shared.store.is_lent
     }
 
-    /// Returns true if these flat elements have arrived, without waiting.
+    /// Returns true if all flat elements of `range` have arrived. Does not wait.
     pub fn is_ready(&self, range: Range<u64>) -> bool {
         self.handle
             .shared
@@ -108,7 +109,7 @@ impl Feed {
             .is_some_and(|segments| segments.iter().all(Segment::is_whole))
     }
 
-    /// Blocks until these flat elements have arrived.
+    /// Blocks until all flat elements of `range` have arrived.
     ///
     /// # Errors
     /// `TimedOut` naming server, shard and version; `StateLost`; `Invalid` for a range that this feed does not
@@ -117,8 +118,8 @@ impl Feed {
         self.segments(&range).map(|_| ())
     }
 
-    /// Blocks until the first of these flat elements have arrived. Returns the end of the contiguous run that is
-    /// there.
+    /// Blocks until the first flat elements of `range` have arrived. Returns the end of the run of elements that have
+    /// arrived from there on.
     ///
     /// # Errors
     /// Errors of [`Feed::wait`].
@@ -132,7 +133,7 @@ impl Feed {
         Ok(there.range.end.min(range.end))
     }
 
-    /// Waits for these flat elements, then converts them to f32. `target` holds exactly as many.
+    /// Waits for the flat elements of `range`, then converts them to f32. `target` holds exactly as many elements.
     pub fn read(&self, range: Range<u64>, target: &mut [f32]) -> Result<()> {
         self.fits(&range, target.len() as u64, range.end.saturating_sub(range.start))?;
         let dtype = self.dtype();
@@ -142,7 +143,7 @@ impl Feed {
         })
     }
 
-    /// Waits for these flat elements, then copies their bytes, in the feed's element type.
+    /// Waits for the flat elements of `range`, then copies their bytes, in the feed's element type.
     pub fn read_raw(&self, range: Range<u64>, target: &mut [u8]) -> Result<()> {
         let size = self.dtype().bytes();
         self.fits(&range, target.len() as u64, range.end.saturating_sub(range.start) * size)?;
@@ -152,13 +153,13 @@ impl Feed {
         })
     }
 
-    /// Waits, then passes all bytes to `visit(elements from the range's start, bytes)`. Bytes in a server's memory
-    /// are passed as copies of 16 KiB, which do not change under `visit`.
+    /// Waits for the flat elements of `range`, then passes all their bytes to `visit(elements from the range's start,
+    /// bytes)`. Bytes in a server's memory are passed as copies of 16 KiB, which do not change under `visit`.
     ///
     /// # Errors
     /// Errors of [`Feed::wait`]; `Outdated` if a server of this host has overwritten the bytes in its memory. All
-    /// visited bytes are then void. A server does so once this rank has pushed the whole gradient of two steps
-    /// later.
+    /// visited bytes are then void. A server overwrites a version's bytes once this rank has pushed the whole gradient
+    /// of the step after next.
     pub fn pieces(&self, range: Range<u64>, mut visit: impl FnMut(u64, &[u8])) -> Result<()> {
         let size = self.dtype().bytes();
         self.sources(range, |at, bytes| {
@@ -166,7 +167,7 @@ impl Feed {
         })
     }
 
-    /// Same as [`Feed::pieces`], without copies of bytes in a server's memory.
+    /// Visits bytes as [`Feed::pieces`] does, without copies of bytes in a server's memory.
     fn sources(&self, range: Range<u64>, mut visit: impl FnMut(u64, Source<'_, u8>)) -> Result<()> {
         for segment in self.segments(&range)? {
             let start = segment.range.start.max(range.start);
@@ -183,8 +184,8 @@ impl Feed {
         ((start - first) * size) as usize..((end - first) * size) as usize
     }
 
-    /// Waits, then returns the places of these flat elements in servers' memory, in order. None if some elements lie
-    /// elsewhere.
+    /// Waits for the flat elements of `range`, then returns their places in servers' memory, in order. None if some
+    /// elements lie elsewhere.
     ///
     /// A reader of these addresses, such as a device that copies them, calls [`Feed::check_lent`] afterwards.
     ///
@@ -206,7 +207,7 @@ impl Feed {
         Ok(Some(runs))
     }
 
-    /// Checks that the reads so far at [`Feed::addresses`] of these flat elements were valid.
+    /// Checks that the reads so far at [`Feed::addresses`] of `range` were valid.
     ///
     /// # Errors
     /// `Outdated` if the server has begun to overwrite them, as with [`Feed::pieces`].

@@ -28,7 +28,8 @@ use super::{
 };
 use crate::{cluster::Backoff, error::Shortage, host::Instant, memfd::Link};
 
-/// Attempts for a damaged chunk before an error: packets rot, but not three times in a row.
+/// Number of damaged answers with which a fetch fails. Chance may damage a packet on its way, but hardly three of one
+/// fetch.
 const DAMAGED_TRIES: u32 = 3;
 
 pub(super) struct Fetch {
@@ -37,7 +38,7 @@ pub(super) struct Fetch {
     pub(super) connection: usize,
     /// Slices with their flat ranges, in the requested order.
     pub(super) pieces: Vec<(Slice, Range<u64>)>,
-    /// None if nothing is transferred over the connection.
+    /// None if the weights are read in the server's memory, so that nothing is transferred.
     pub(super) turn: Option<Arc<Turn>>,
 }
 
@@ -153,7 +154,7 @@ impl Fetch {
         let poured = poured.await;
         let intake = intake.lock();
         *progress = intake.sink.progress;
-        // A fault in the messages says more than the status of the call.
+        // A fault in the messages is returned first, since it says more than the status of the call.
         intake.fault().cloned().map_or(Ok(()), Err)?;
         poured.map_err(|status| cluster.fault(server, &status))?;
         intake.finish()?;
@@ -173,7 +174,7 @@ struct Landing {
     turn: Option<Weak<Turn>>,
     link: Option<Arc<Link>>,
     payload: Option<Payload>,
-    /// The call has brought valid data.
+    /// True once the call has brought valid data.
     progress: bool,
 }
 

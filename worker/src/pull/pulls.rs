@@ -31,7 +31,7 @@ pub(crate) struct Pulls {
     pub(super) rank: Arc<RankState>,
     pub(super) pool: BufferPool,
     pub(crate) meter: Meter,
-    /// Queues of turns by server and connection.
+    /// For each server, a queue per connection, in which pulls take turns.
     turns: Met<Vec<Arc<Turns>>>,
 }
 
@@ -76,8 +76,8 @@ impl Pulls {
     }
 }
 
-/// Shared by all pulls of one step, and by the gradient computed with their weights. A step back reuses a
-/// version's number. So a reading makes sure that no two slices come from two decisions.
+/// A step's use of one version, shared by all pulls of its weights and by the gradient computed with them. A step back
+/// reuses a version's number, so a reading refuses slices that were made by two decisions.
 #[derive(Clone, Debug)]
 pub(crate) struct Reading {
     version: Version,
@@ -124,7 +124,7 @@ pub(super) struct FeedInner {
     pub(super) pulls: Arc<Pulls>,
     pub(super) reading: Reading,
     pub(super) store: Store,
-    /// Set while a reader waits.
+    /// Raised once a reader waits for this feed.
     pub(super) hurry: Arc<Hurry>,
     changed: Notify,
     failure: Mutex<Option<Error>>,

@@ -41,8 +41,7 @@ struct Filling {
 
 enum Body {
     Buffer(PooledBuffer),
-    /// Empty so far. The weights will be found in shared memory; if a server sends them after all, a buffer is
-    /// taken.
+    /// No memory yet. The weights will be found in shared memory; if a server sends them after all, a buffer is taken.
     Expected,
     InPlace(View),
     /// The feed is gone. A fetch that still runs must not keep memory from the next feed.
@@ -60,7 +59,7 @@ pub(super) struct View {
 }
 
 impl View {
-    /// Returns true until the server begins to write the version after next there.
+    /// Returns true until the server begins to write the version after next to the same place.
     pub(super) fn is_current(&self) -> bool {
         self.images.stamp(self.stamp) == self.version.0 + 1
     }
@@ -93,7 +92,7 @@ impl Segment {
         sum.copy(payload, &mut buffer.as_mut()[start..start + payload.len()]);
     }
 
-    /// Same as [`Segment::put`], for bytes that one call of `read` writes in place.
+    /// Puts bytes as [`Segment::put`] does, by one call of `read`, which writes them in place.
     fn read_from(
         &self,
         start: usize,
@@ -346,7 +345,7 @@ impl Store {
         true
     }
 
-    /// Returns the segments of `elements` flat elements from `at`, if these come next in each segment.
+    /// Returns the segments of `elements` flat elements from `at`, if the elements come next in each segment.
     fn next(&self, at: u64, elements: u64) -> Option<Range<usize>> {
         let range = self.span(&(at..at.checked_add(elements)?))?;
         let segments = &self.segments[range.clone()];

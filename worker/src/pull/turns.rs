@@ -14,8 +14,8 @@ use tokio::sync::Notify;
 
 use crate::lock;
 
-/// A pull is requested when at most this many bytes of earlier pulls are missing. So the link stays busy until its
-/// first bytes arrive, and the earlier pulls lose almost nothing.
+/// A pull is requested when at most this many bytes of earlier pulls are missing. So the link stays busy until the
+/// pull's first bytes arrive, and the earlier pulls lose almost nothing.
 ///
 /// On a 100 MB/s link, a request queues behind gradients for some 40 ms. With 2 MiB the link stood still for 22 ms
 /// before each unit.

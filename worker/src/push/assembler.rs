@@ -22,18 +22,19 @@ use crate::{
     pull::Feed,
 };
 
-/// The layout of chunks, and the pool of their buffers. The same for all micro-steps.
+/// The layout of chunks, and the pool of their buffers, which all micro-steps share.
 pub(crate) struct ChunkSource<'a> {
     pub(crate) spec: &'a JobSpec,
     pub(crate) layout: &'a Layout,
     pub(crate) pool: &'a BufferPool,
 }
 
-/// Bytes of a device's copies that are enqueued together, and awaited once. Lanes send them while the device copies
-/// on. A PCIe 5 link takes 1.2 ms for them. Each wait left the link idle for 0.13 ms on an H200's host.
+/// Bytes of a device's copies that are enqueued together, and awaited once. Lanes send these bytes while the device
+/// copies the next ones. A PCIe 5 link takes 1.2 ms for so many bytes. Each wait left the link idle for 0.13 ms on an
+/// H200's host.
 const TOGETHER_BYTES: usize = 64 * 1024 * 1024;
 
-/// A part of a parameter in one chunk: its shard, its first element there, and its elements in the parameter.
+/// A part of a parameter in one chunk: its shard, its first element in the shard, and its elements in the parameter.
 struct Part {
     shard: ShardId,
     offset: u64,
@@ -43,11 +44,11 @@ struct Part {
 /// Memory for a part of a gradient.
 #[derive(Debug)]
 pub struct Slot {
-    /// Place of the gradient in the list that was given.
+    /// Index of the gradient in the caller's list.
     pub gradient: usize,
-    /// Elements of the gradient.
+    /// Elements of the gradient that belong here.
     pub range: Range<usize>,
-    /// Address of their memory, which holds the job's gradient type.
+    /// Address of the memory for these elements, in the job's gradient type.
     pub address: usize,
 }
 
@@ -65,10 +66,10 @@ pub(crate) struct Collector {
     pub(crate) micro_step: MicroStep,
     open: HashMap<(ShardId, ChunkId), Open>,
     rank: Rank,
-    /// By parameter: true until its gradient is put. None if the rank does not contribute.
+    /// For each parameter, true until its gradient is put. None if the rank does not contribute to it.
     awaited: Vec<Option<bool>>,
     left: usize,
-    /// By shard: whether its gradient is sent in chunks or lent.
+    /// For each shard, the way of its gradient to the server: in chunks or lent.
     ways: Vec<Way>,
 }
 
@@ -244,7 +245,7 @@ impl Collector {
         }
     }
 
-    /// Fails unless every parameter of the rank's partitions was put. Then every chunk has left: padding is
+    /// Fails unless every parameter of the rank's partitions was put. On success every chunk has left. Padding is
     /// shorter than a chunk, so each chunk holds an element of some parameter.
     pub(crate) fn finish(&self, spec: &JobSpec) -> Result<(), GradientError> {
         match self.awaited.iter().position(|&awaited| awaited == Some(true)) {
@@ -262,7 +263,7 @@ fn begin(plan: &ChunkSource<'_>, shard: ShardId, chunk: ChunkId, unit: u64) -> R
     let end = whole.end.min(start + unit);
     let (mut missing, width) = (end - start, plan.spec.gradient_dtype.bytes());
     let mut buffer = plan.pool.take((missing * width) as usize)?;
-    // Zeroing the whole chunk would cost as much as copying the gradient.
+    // Only padding is zeroed. Zeroing the whole chunk would cost as much as copying the gradient.
     for padding in plan.layout.padding(start..end) {
         missing -= padding.end - padding.start;
         let (from, until) = ((padding.start - start) * width, (padding.end - start) * width);
@@ -281,8 +282,8 @@ pub struct Assembler {
     pub(crate) sums: Option<Sums>,
 }
 
-/// Data of a micro-step whose sum the worker makes. Its gradient is added to the sums; the last micro-step sends
-/// the mean.
+/// Data of a micro-step on a worker that adds micro-steps up. Its gradient is added to the sums; the last micro-step
+/// sends the mean.
 pub(crate) struct Sums {
     pub(crate) accumulator: Arc<Mutex<Accumulator>>,
     pub(crate) micro_step: u32,
@@ -290,8 +291,8 @@ pub(crate) struct Sums {
 
 impl Assembler {
     /// Takes lent gradients back once all weights of this feed have arrived. Servers then read no gradients up to the
-    /// step that made these weights. Usually all weights are there at the first `put`, whose gradient then reuses
-    /// this memory.
+    /// step that made the feed's weights. Usually all weights are there at the first `put`, whose gradient then reuses
+    /// the memory of the lent ones.
     fn take_back(&mut self) {
         let gradients = self.outbox.gradients();
         let all = 0..gradients.cluster.layout.elements();
@@ -314,9 +315,9 @@ impl Assembler {
         })
     }
 
-    /// Same as [`Assembler::put`], but `write` fills the memory that is sent, as a device's copy can. `write` gets
-    /// a range of the `elements` and their memory, in the job's gradient type. Memory that `write` skips keeps old
-    /// bytes.
+    /// Takes a gradient as [`Assembler::put`] does, but `write` fills the memory that is sent, as a device's copy can.
+    /// `write` gets a range of the `elements` and their memory, in the job's gradient type. Memory that `write` skips
+    /// keeps old bytes.
     ///
     /// # Errors
     /// Errors of [`Assembler::put`].

@@ -56,7 +56,8 @@ impl Gradients {
         self.pool.take(bytes)
     }
 
-    /// Memory of these buffers, for a device that copies gradients into it; None if no server may read it.
+    /// Memory of the pool's buffers, for a device that copies gradients into it. None if no server may read that
+    /// memory.
     pub(crate) fn memory(&self) -> Option<GradientMemory> {
         self.pool.kept()
     }
@@ -69,8 +70,8 @@ impl Gradients {
         self.queues.get().ok_or(Misuse("join before pushing"))
     }
 
-    /// Returns each shard's way. A gradient is lent to a server of this host if this rank pulls all weights. By
-    /// those weights the rank sees that the server's updates are done, and that the gradient is read no more.
+    /// Returns each shard's way. A gradient is lent to a server of this host if this rank pulls all weights. Once the
+    /// weights have arrived, the server's updates are done, and the gradient is read no more.
     pub(crate) fn ways(&self, step: Step, sees_all_weights: bool) -> Vec<Way> {
         let (cluster, placement) = (&self.cluster, self.cluster.placement());
         if cluster.spec().replicas > 1 {

@@ -26,7 +26,7 @@ use crate::{
     rank::{recover, version},
 };
 
-/// Requests given to the transport ahead of its own window: one being framed, one ready.
+/// Number of requests passed to the transport ahead of its own window: one being framed, and one ready.
 const READY_REQUESTS: usize = 2;
 
 /// Opens every lane. Called once, after the rank has joined.
@@ -71,7 +71,7 @@ struct Lane {
 enum End {
     /// The session is over.
     Closed,
-    /// The transport failed, or a refusal passes: all sent chunks go out again.
+    /// The transport failed, or a refusal of the server will pass. All sent chunks are sent again.
     Broken(Fault),
     Failed(Error),
 }
@@ -117,7 +117,8 @@ impl Lane {
             }
             let begun = Instant::now();
             let recovered = recover(cluster, rank, server).await;
-            // `recover` has a deadline of its own: the server may have had all of its state to read.
+            // The time in `recover` does not count, since the server may have read all of its state. `recover` has a
+            // deadline of its own.
             broken = Some(since + begun.elapsed());
             match recovered {
                 Ok(version) => least = version,
@@ -281,8 +282,8 @@ async fn receive(
     }
 }
 
-/// Checks that a server has not lost versions since it was joined. A stream that begins after the server's restart
-/// never breaks.
+/// Checks that a server has not lost versions since it was joined. The stream itself does not show a loss: it never
+/// breaks if it begins after the server's restart.
 async fn check_not_behind(cluster: &Cluster, server: ServerId, least: Version) -> Result<(), Fault> {
     let found = match cluster.describe(server, false, cluster.options.deadline).await {
         Ok(answer) if version(&answer) >= least.0 => return Ok(()),

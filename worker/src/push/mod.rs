@@ -1,5 +1,5 @@
-//! Sends gradients: assembles them into chunks, and sends these over several connections to each server. Chunks are
-//! retained until no server can need them.
+//! Sends gradients: assembles them into chunks, and sends the chunks over several connections to each server. Chunks
+//! are retained until no server can need them.
 
 mod accumulator;
 mod assembler;
@@ -23,6 +23,6 @@ pub(crate) use retained::Payload;
 
 use crate::error::Result;
 
-/// Writes a range of a gradient's elements into the given memory, in the wire's type. After a failure the chunk of
-/// these elements does not leave.
+/// Writes a range of a gradient's elements into the given memory, in the wire's type. After a failure the chunk of the
+/// elements does not leave.
 pub type Write<'a> = dyn FnMut(Range<usize>, &mut [u8]) -> Result<()> + 'a;

@@ -3,7 +3,7 @@
 
 use longshore_proto::Dtype;
 
-/// The last byte of -0 in every wire type; the others are 0.
+/// The last byte of -0 in every wire type; the other bytes are 0.
 const SIGN: u8 = 0x80;
 
 /// Fills `target` with -0.

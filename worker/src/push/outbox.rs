@@ -52,7 +52,7 @@ impl Outbox {
     }
 
     /// Returns the lanes of a chunk, one to each holder of its shard. Chunks of a shard take turns over a server's
-    /// connections, and a chunk always takes the same one.
+    /// connections, and a chunk always takes the same connection.
     fn lanes(&self, key: &ChunkKey) -> Vec<LaneId> {
         let turn = (key.shard.0 as usize).wrapping_add(key.chunk.0 as usize);
         let cluster = &self.gradients.cluster;

@@ -2,8 +2,8 @@
 //! others fail the session. Called by lanes.
 //!
 //! After a refusal that passes, all chunks of the stream go out again over a new stream, in order. A chunk sent alone
-//! could overtake a chunk of an earlier micro-step. The server would hold it back, and with it the stream that brings
-//! the earlier chunk.
+//! could overtake a chunk of an earlier micro-step. The server would hold the later chunk back, and with it the stream
+//! that brings the earlier chunk.
 
 use longshore_proto::{
     Contribution, Fault, FaultKind, ServerId,
@@ -49,7 +49,7 @@ pub(super) async fn judge(
         }
         // The server has restarted since this rank joined it.
         FaultKind::Precondition if fault.field == "rank" => Ok(Verdict::SendAgain(fault)),
-        // The chunk has overtaken a chunk of an earlier micro-step. The new stream sends them in order.
+        // The chunk has overtaken a chunk of an earlier micro-step. The new stream sends both in order.
         FaultKind::Precondition if fault.field == "micro_step" => Ok(Verdict::SendAgain(fault)),
         // Either the server lacks the decision that gave it the shard, or this rank lacks the decision that took the
         // shard.
@@ -61,7 +61,8 @@ pub(super) async fn judge(
             Ok(Verdict::Decided)
         }
         FaultKind::Precondition => await_turn(cluster, server, key, fault).await,
-        // The other rank's process is gone. Its next process will say which version it computes with.
+        // Ranks computed with different versions, and some rank's process is gone. Its next process may name another
+        // version, so the conflict may pass.
         FaultKind::Conflict if fault.field == READS_VERSION && !cluster.everybody_is_there().await => {
             Ok(Verdict::SendAgain(fault))
         }
@@ -99,8 +100,8 @@ async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: F
             backoff.pause(Instant::now() + cluster.options.deadline).await;
             version = version_when_running(cluster, server).await?;
         }
-        // By now the server has caught up, or its pause has ended. If that happened before the first question,
-        // only the fault tells the reason.
+        // The server has caught up by now, or its pause has ended. If this happened before the first question here,
+        // only the fault tells that the refusal passes.
         let paused = fault.field == "job.phase" && fault.value == "paused";
         Ok((version, version > first || paused || fault.field == "step"))
     };

@@ -84,8 +84,8 @@ impl Drop for Lent {
         if let Some(buffer) = self.buffer.take()
             && !self.over.load(Ordering::Acquire)
         {
-            // The session ends while an update may still read the buffer. The memory is freed with the last server
-            // that maps it.
+            // The session ends while an update may still read the buffer. The memory is freed once the last server no
+            // longer maps it.
             buffer.abandon();
         }
     }
@@ -110,7 +110,7 @@ impl Chunk {
 
 struct Entry {
     chunk: Chunk,
-    /// By holder of the shard.
+    /// A copy for each holder of the shard.
     copies: Vec<Sending>,
 }
 
@@ -140,7 +140,7 @@ struct Entries {
     by_key: BTreeMap<ChunkKey, Entry>,
     /// No server asks again for chunks of steps up to this one.
     decided: Step,
-    /// Updates of steps up to this one are done: all weights of the version that it made were seen.
+    /// Updates of steps up to this one are done: all weights that this step made have arrived here.
     updated: Step,
 }
 
@@ -195,9 +195,9 @@ impl Retained {
         }
     }
 
-    /// Returns the chunks that a lane sends again after its connection broke: every sent chunk, acknowledged or
-    /// not. A restarted server has forgotten what it acknowledged, and any other server answers with cheap
-    /// duplicates. Chunks in the queue stay there.
+    /// Returns the chunks that a lane sends again after its connection broke: every sent chunk, acknowledged or not. A
+    /// restarted server has forgotten what it acknowledged. Another server acknowledges the duplicates. Chunks that
+    /// still wait in the lane's queue are not returned.
     pub(crate) fn to_resend(&self, lane: LaneId) -> Vec<ChunkKey> {
         let mut entries = lock(&self.0);
         let again = |(key, entry): (&ChunkKey, &mut Entry)| {
@@ -208,7 +208,7 @@ impl Retained {
         entries.by_key.iter_mut().filter_map(again).collect()
     }
 
-    /// Returns true if a lane's server has not acknowledged every chunk that it was sent.
+    /// Returns true if some chunk that a lane has sent is not acknowledged yet.
     pub(crate) fn owes(&self, lane: LaneId) -> bool {
         let owed = |copy: &Sending| copy.sent && !copy.acknowledged && copy.lane == lane;
         lock(&self.0).by_key.values().any(|entry| entry.copies.iter().any(owed))
@@ -235,7 +235,7 @@ impl Retained {
         self.free(|entries| entries.decided = entries.decided.max(step));
     }
 
-    /// Notes that all weights made by `step` were seen: no server reads gradients of steps up to this one. Lent
+    /// Notes that all weights made by `step` have arrived: no server reads gradients of steps up to this one. Lent
     /// chunks are freed once their step is committed, too.
     pub(crate) fn updated(&self, step: Step) {
         self.free(|entries| entries.updated = entries.updated.max(step));

@@ -20,7 +20,7 @@ use crate::{
 pub(crate) struct OwnCommit {
     pub(crate) commit: Commit,
     pub(crate) origins: ByServer<Origin>,
-    /// For charts.
+    /// The step's report, for charts.
     pub(crate) report: StepReport,
 }
 

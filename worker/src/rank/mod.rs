@@ -1,5 +1,5 @@
 //! A rank's standing with its job's servers: incarnations, the version at its join, decisions, and links. Also joins
-//! restarted servers again. Sessions, lanes and pipelines share it.
+//! restarted servers again. Sessions, lanes and pipelines share this state.
 
 mod commits;
 mod join;

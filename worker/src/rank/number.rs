@@ -18,12 +18,13 @@ use crate::{
     host::{self, Instant},
 };
 
-/// Bits below the milliseconds, for a random number. The highest bit stays free: a process adds 1 for each later
-/// join. The number has 56 bits, and 8 bytes on the wire as in earlier releases.
+/// Bits below the milliseconds. A random number fills all but the highest of them, which leaves room to add 1 for each
+/// later join. The whole number has 56 bits, and 8 bytes on the wire as in earlier releases.
 const LOW_BITS: u32 = 15;
 const MOST_MS: u64 = u64::MAX >> LOW_BITS;
 
-/// A round trip that is short enough to place the process's begin by it, and the tries for one.
+/// A round trip this short dates the process's begin well enough. After `TRIES` longer round trips the shortest of them
+/// counts.
 const SHORT: Duration = Duration::from_millis(20);
 const TRIES: usize = 4;
 
@@ -37,7 +38,8 @@ struct Begin {
 }
 
 impl Begin {
-    /// Asks a server, and answers by its clock. A process that was stopped meanwhile asks again.
+    /// Asks a server, and measures by its clock. After a long round trip the server is asked again, since this process
+    /// may have been stopped meanwhile.
     async fn measure(cluster: &Cluster, server: ServerId, start: Instant) -> Option<Begin> {
         let mut best: Option<(Duration, Begin)> = None;
         for _ in 0..TRIES {
@@ -70,7 +72,8 @@ impl Begin {
     }
 
     /// Returns the first number of the process. `seen` is the rank's newest number when the process began. The result
-    /// exceeds `seen`, unless that number's process began later. Numbers later than now show that the clock went back.
+    /// exceeds `seen`, unless that number's process began later. A newest number later than now shows that the clock
+    /// went back, so it is exceeded too.
     fn number(&self, seen: u64, random: u64) -> u64 {
         let Begin { began, now, error } = *self;
         let newest = seen >> LOW_BITS;
@@ -84,7 +87,7 @@ fn millis(time: Duration) -> u64 {
     time.as_millis() as u64
 }
 
-/// Chooses the first number of a process that began at `start`, unless an earlier session of it has.
+/// Chooses the first number of a process that began at `start`, unless an earlier session has chosen it.
 pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
     if cluster.options.process.has_begun() {
         return Ok(());
@@ -93,7 +96,8 @@ pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
     let ranks = answers.values().flatten().flat_map(|answer| &answer.ranks);
     let seen = ranks.filter(|rank| rank.rank == cluster.options.rank.0).map(|rank| rank.incarnation).max();
     let random = host::random();
-    // The first server may be lost or stopped. Servers' clocks agree better than ranks' clocks.
+    // The first server may be lost or stopped. The next server's clock is then taken, since servers' clocks agree
+    // better than ranks' clocks.
     let mut measured = None;
     for server in cluster.servers() {
         measured = Begin::measure(cluster, server, start).await;
@@ -109,7 +113,7 @@ pub(crate) async fn begin(cluster: &Cluster, start: Instant) -> Result<()> {
 /// Returns the lead of the clock of `server` over the clock of `other`, in ms.
 ///
 /// # Errors
-/// `Unavailable` if either does not say its clock.
+/// `Unavailable` if one of the servers does not tell its clock.
 pub(crate) async fn clock_ahead(cluster: &Cluster, server: ServerId, other: ServerId) -> Result<i64> {
     let start = Instant::now();
     let measured = join(Begin::measure(cluster, server, start), Begin::measure(cluster, other, start));
@@ -141,7 +145,7 @@ mod tests {
         let old = first(NOW - 10, NOW, 0, u64::MAX);
         let new = first(NOW, NOW, old, 0);
         assert!(new > old + 1000, "{new} and {old}");
-        // The old process looks only after its successor has joined.
+        // The old process asks for the newest number only after its successor has joined.
         let woken = first(NOW - 10, NOW + 5000, new, u64::MAX);
         assert!(woken < new, "{woken} and {new}");
         // Numbers of earlier releases are microseconds.

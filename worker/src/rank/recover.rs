@@ -1,6 +1,6 @@
-//! Brings a server back after a connection to it broke, before any gradient is sent again. Checks that the server
-//! still has the job, joins it again, and sends the decisions that it lacks. Takes the newest decision back if not
-//! every server can have it. Called by lanes, drivers and takeovers.
+//! Brings a server back after a connection to it broke, before any gradient is sent again. Checks that the server still
+//! has the job, joins the server again, and sends the decisions that the server lacks. Takes the newest decision back
+//! if not every server can have it. Called by lanes, drivers and takeovers.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,10 +18,11 @@ use crate::{
     host::{self, Instant},
 };
 
-/// The period of the question whether a paused server goes on.
+/// Pause between two looks at a paused server.
 const PAUSE_POLL: Duration = Duration::from_millis(200);
 
-/// Joins a server that may have restarted, and starts to send the decisions that it lacks. Returns its version.
+/// Joins a server that may have restarted, and starts to send the decisions that the server lacks. Returns the server's
+/// version.
 pub(crate) async fn recover(
     cluster: &Arc<Cluster>,
     rank: &Arc<RankState>,
@@ -41,7 +42,7 @@ pub(crate) async fn recover(
     }
     check_reach(cluster, rank, server, Version(progress.version))?;
     // A server that remembers the rank is joined too, since its new process offers another link. The process may have
-    // changed since it was asked.
+    // changed since the first question, so its version is checked again.
     let version = Version(rank.rejoin(cluster, server).await?.version);
     check_reach(cluster, rank, server, version)?;
     tracing::debug!(server = cluster.address(server), "joined again");
@@ -52,8 +53,8 @@ pub(crate) async fn recover(
     Ok(version)
 }
 
-/// Checks that this process has the gradients of all steps that a server at `version` lacks. Its gradients begin
-/// at the version that it joined at.
+/// Checks that this process has the gradients of all steps that a server at `version` lacks. The gradients of this
+/// process begin at the version at which it joined.
 pub(crate) fn check_reach(
     cluster: &Cluster,
     rank: &RankState,
@@ -149,7 +150,7 @@ pub(crate) async fn decide_on(cluster: &Cluster, server: ServerId, own: &OwnComm
         };
         await_running(cluster, server, &error).await?;
         check_reproducible(cluster, server, own.commit.step).await?;
-        // A server that recovered the job has only now come back: the time begins anew.
+        // A call longer than the deadline has waited for the server's recovery, so the time begins anew.
         if sent.elapsed() > deadline {
             since = Instant::now();
         }

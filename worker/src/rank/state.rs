@@ -16,11 +16,11 @@ use crate::{
 };
 
 pub(crate) struct RankState {
-    /// Shared with the cluster.
+    /// The incarnation of this process, or 0 before it has joined. Shared with the cluster.
     incarnation: Arc<AtomicU64>,
-    /// The version that this process joined at.
+    /// The version at which this process joined.
     joined_at: AtomicU64,
-    /// Shared with the cluster.
+    /// True once a pipeline has begun. Shared with the cluster.
     trained: Arc<AtomicBool>,
     /// Links with servers, over which shared memory is passed.
     links: Met<Mutex<LinkSlot>>,
@@ -96,8 +96,8 @@ impl RankState {
         self.slot(server).link = None;
     }
 
-    /// Makes a missing link, if one is possible. Lanes call this; they notice a dead server by themselves, and
-    /// then try again.
+    /// Makes a missing link, if one is possible. Lanes call this. A lane notices a dead server by itself, and then
+    /// tries again.
     ///
     /// # Errors
     /// The reason why there is no link, if the session requires one.

@@ -40,8 +40,9 @@ pub(super) async fn state_hash(cluster: &Cluster) -> Result<StateHash> {
         if let Some(Ok(hash)) = combined {
             return Ok(hash);
         }
-        // A single answer may take long. Servers that differ wait for rank 0, which may be gone. Blocks of a server that
-        // was given up come from its replicas once they know.
+        // A single answer may take long, so the deadline begins with the first answers that do not fit. Servers of
+        // different versions wait for rank 0, which may be gone. Blocks of a server that was given up come from
+        // replicas once their servers know of the loss.
         let end = *differ_until.get_or_insert_with(|| Instant::now() + cluster.options.deadline);
         if !backoff.pause(end).await {
             if let Some(missing) = combined {
@@ -74,7 +75,7 @@ fn combine(cluster: &Cluster, answers: &[DescribeResponse]) -> Result<StateHash>
     Ok(StateHash { version, applied, hash })
 }
 
-/// Deletes the job on all servers. `again` says that an earlier call may already have deleted it.
+/// Deletes the job on all servers. `again` is true if an earlier call may already have deleted the job.
 pub(super) async fn delete_job(cluster: &Cluster, again: bool) -> Result<()> {
     cluster.on_all(|server| delete_job_on(cluster, server, again)).await?;
     Ok(())
@@ -85,7 +86,7 @@ pub(super) async fn delete_job_on(cluster: &Cluster, server: ServerId, again: bo
     delete_by(cluster, server, request, again).await
 }
 
-/// Gives up the job's part on a server that lacks it, as when its drive is not mounted. Without that word the server
+/// Gives up the job's part on a server that lacks it, as when its drive is not mounted. Without this call the server
 /// does not create the job in an empty folder.
 pub(super) async fn give_up_on(cluster: &Cluster, server: ServerId) -> Result<()> {
     let request = DeleteJobRequest { job: cluster.job().to_string(), discard_unreadable: true };
@@ -126,7 +127,7 @@ pub fn asked_after<'a>(known: impl Iterator<Item = &'a Scaling>) -> u64 {
     now.max(newest.unwrap_or(0).saturating_add(1))
 }
 
-/// Gives every server of the job the wish for these servers. Rank 0 then fulfils the wish with its decisions.
+/// Gives every server of the job the wish for `servers`. Rank 0 then fulfils the wish with its decisions.
 pub(super) async fn scale_all(
     cluster: &Cluster,
     servers: &[String],

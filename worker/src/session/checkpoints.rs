@@ -1,4 +1,4 @@
-//! Checkpoints over all servers of a job: room, writing and sealing, names, and one list from all servers' lists.
+//! Checkpoints over all servers of a job: checks room, writes and seals, chooses names, and merges the servers' lists.
 //! Called by a session on its caller's thread.
 
 use std::{
@@ -23,8 +23,8 @@ use crate::{
     host::Instant,
 };
 
-/// Returns one list of the checkpoints of all servers. Also seals complete checkpoints of drained servers without
-/// a shared folder: such servers cannot tell each other. Each server has `deadline` to answer.
+/// Returns one list of the checkpoints of all servers. Also seals complete checkpoints of drained servers without a
+/// shared folder: such servers do not see each other's parts. Each server has `deadline` to answer.
 pub(super) async fn list_checkpoints(cluster: &Cluster, deadline: Duration) -> Result<Vec<Checkpoint>> {
     let mut lists = listed(cluster, deadline).await?;
     let whole = unsealed_but_whole(lists.iter().flat_map(|list| &list.unsealed));
@@ -74,7 +74,7 @@ pub(super) async fn checkpoint(cluster: &Cluster, author: Author, name: &str) ->
     let name = JobName::parse("checkpoint.name", name)?;
     let written = write_and_seal(cluster, author, name.as_str()).await;
     match &written {
-        // An unreachable server cannot discard its part either.
+        // A server that cannot be reached for the checkpoint cannot be reached to discard its part either.
         Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {}
         Err(Error::Call(_) | Error::TimedOut(_)) => discard(cluster, author, name.as_str()).await,
         _ => {}
@@ -94,7 +94,8 @@ async fn write_and_seal(cluster: &Cluster, author: Author, name: &str) -> Result
                     return Err(Error::Call(failed));
                 }
             }
-            // A commit came between: the named version is no longer the current one, or the job has other servers.
+            // A commit was decided meanwhile: the named version is no longer the current one, or the job has other
+            // servers.
             Err(Error::Call(failed)) if has_passed(&failed.fault) => {
                 tried += 1;
                 if tried == TRIES || Instant::now() > end {
@@ -158,8 +159,8 @@ async fn seal(
     cluster.on_each(seal).await.into_vec().into_iter().collect()
 }
 
-/// Frees the room of written parts, since some part is missing. If that fails, the next sealed checkpoint frees
-/// it.
+/// Frees the room of written parts, since some part is missing. If that fails, the next sealed checkpoint frees the
+/// room.
 async fn discard(cluster: &Cluster, author: Author, name: &str) {
     let request = DiscardCheckpointRequest { job: cluster.job().to_string(), name: name.to_string() };
     let discard = |server| {
@@ -197,14 +198,14 @@ pub fn is_taken(fault: &Fault) -> bool {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checkpoint {
     pub name: String,
-    /// For a damaged checkpoint, the version that its manifest still seems to say.
+    /// The checkpoint's version. For a damaged checkpoint, the version that its manifest still seems to name.
     pub version: Version,
-    /// Every server sees all parts. With a folder per server, only the same servers can restore the checkpoint. Other
-    /// servers need all parts in one folder.
+    /// True if every server sees all parts. With a folder per server, only the same servers can restore the checkpoint.
+    /// Other servers need all parts in one folder.
     pub shared: bool,
-    /// Left behind when the job went back to an older checkpoint.
+    /// True if the job has gone back to an older checkpoint since.
     pub stale: bool,
-    /// Why this checkpoint cannot be restored, and on which server. None without known damage.
+    /// The reason why this checkpoint cannot be restored, with the server. None without known damage.
     pub damage: Option<String>,
 }
 

@@ -17,7 +17,7 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExportedVersion {
     pub version: Version,
-    /// Number of updates that made it.
+    /// Number of updates that made the version.
     pub applied: u64,
 }
 
@@ -56,7 +56,8 @@ pub async fn export_by(
     sink: &Sink<'_>,
 ) -> Result<ExportedVersion> {
     let (mut tried, mut backoff) = (0, Backoff::new());
-    // The ends of all tries: `give_up` of a row of failures, `last` of all of them.
+    // Ends of the tries. `give_up` counts from the first of consecutive failures, `last` from the first of all
+    // failures.
     let (mut give_up, mut last) = (None, None);
     loop {
         let begun = Instant::now();
@@ -65,14 +66,14 @@ pub async fn export_by(
                 let received = receive(export, version, &parts, &explain, sink).await;
                 (Instant::now(), received)
             }
-            // Calls of a plan may have waited for the deadline already.
+            // A plan's failure counts from the plan's begin, since its calls may have waited for the deadline already.
             Err(error) => (begun, Err(error)),
         };
         match received {
             Err(Error::Call(failed)) if has_passed(&failed.fault) && tried < TRIES => tried += 1,
             Err(Error::Call(failed)) if passes(&failed) => {
                 // An export that ran for long before it broke begins a new row of failures. `last` still ends the
-                // tries: each starts from the first byte, and a link may cut every stream.
+                // tries: each try starts from the first byte, and a link may cut every stream.
                 if failed_at.duration_since(begun) > export.deadline {
                     give_up = None;
                 }
@@ -94,7 +95,7 @@ fn passes(CallFailed { call, fault, .. }: &CallFailed) -> bool {
         FaultKind::Unavailable => true,
         FaultKind::Exhausted => fault.field == "exports",
         FaultKind::Precondition => fault.field == MOVED,
-        // The job has left the server. A session ends with another error.
+        // The job has left the server. In a session this fault becomes another error, which ends the export.
         FaultKind::NotFound => fault.field == "job" && *call == "Export",
         _ => false,
     }

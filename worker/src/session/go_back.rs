@@ -27,8 +27,8 @@ use crate::{
 pub struct GoBack {
     /// None means the newest restorable checkpoint, with a warning for each newer checkpoint.
     pub checkpoint: Option<String>,
-    /// True if state on servers may be deleted. Without it, only state of tier `memory` is deleted, after another
-    /// server lost its part.
+    /// True if state on servers may be deleted. If false, only state of tier `memory` is deleted, after another server
+    /// lost its part.
     pub discard_state: bool,
 }
 
@@ -66,7 +66,8 @@ pub(super) async fn go_back(cluster: &Cluster, how: &GoBack) -> Result<Checkpoin
     gone_back
 }
 
-/// Deletes the job where this act has opened it and could not fill it: it would keep its memory. The first error counts.
+/// Deletes the job on servers where this act has opened it and could not fill it. The empty job would keep its memory.
+/// A failure here is ignored, since the caller returns the first error.
 async fn close_unfilled(cluster: &Cluster) {
     let Ok(there) = cluster.on_all(|server| find(cluster, server)).await else { return };
     let there = Whereabouts { progress: there };
@@ -103,7 +104,7 @@ async fn go_back_from(cluster: &Cluster, there: &Whereabouts, how: &GoBack) -> R
     }))
 }
 
-/// Chooses the checkpoint that brings a job from other servers to these. Changes nothing.
+/// Chooses the checkpoint that brings a job from other servers to the session's servers. Changes nothing.
 ///
 /// # Errors
 /// `StateKept` if the other servers are past the checkpoint and their state may not be deleted; `NoCheckpoint`.
@@ -123,7 +124,7 @@ pub(super) async fn choose(cluster: &Cluster, how: &GoBack) -> Result<Checkpoint
         }
         .into());
     };
-    // Names the fault of a damaged one.
+    // For a damaged checkpoint, this call names the fault.
     check_checkpoint(cluster, &found.name).await?;
     if !found.shared {
         let limit = "with every part in each server's checkpoint folder, as for any other number of servers";
@@ -141,7 +142,7 @@ pub(super) async fn choose(cluster: &Cluster, how: &GoBack) -> Result<Checkpoint
 pub(super) async fn move_from(old: &Cluster, cluster: &Cluster, how: &GoBack) -> Result<Checkpoint> {
     let found = choose(cluster, how).await?;
     if !how.discard_state {
-        // Every old server is asked again, those too that the job leaves.
+        // Every old server is asked again, also servers that the job leaves.
         let there = Whereabouts { progress: old.on_all(|server| find(old, server)).await? };
         if there.holders().iter().any(|&server| there.version(server) != found.version) {
             return Err(kept(old, &found, &there));
@@ -156,7 +157,7 @@ pub(super) async fn move_from(old: &Cluster, cluster: &Cluster, how: &GoBack) ->
 }
 
 /// Waits until every server trains. Ranks other than 0 also wait while rank 0 opens the job, or replaces its state.
-/// `how` is how rank 0 may go back to a checkpoint. Where rank 0 must refuse that, the wait ends at once.
+/// `how` tells how rank 0 may go back to a checkpoint. If rank 0 must refuse to go back, the wait ends at once.
 pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;
@@ -184,7 +185,7 @@ pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Re
         if there.values().any(trains)
             && let Some(idle) = there.find(|progress| !trains(progress))
         {
-            // A decision since may have taken the job from there.
+            // A decision may have taken the job from that server since this rank connected.
             cluster.check_not_moved(cluster.address(idle)).await?;
         }
         if runs && !known.is_empty() {
@@ -196,7 +197,7 @@ pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Re
     }
 }
 
-/// Refuses, as rank 0 does, a job on other servers that cannot come to these.
+/// Refuses, as rank 0 does, a job on other servers that cannot come to the session's servers.
 async fn check_coming(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
     let Some((server, theirs)) = elsewhere(cluster).await? else { return Ok(()) };
     match how {

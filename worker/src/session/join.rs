@@ -27,7 +27,7 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct Joined {
     pub incarnation: Incarnation,
-    /// The same on all servers.
+    /// The job's version, which is the same on all servers.
     pub version: Version,
     /// Number of steps that updated, up to `version`.
     pub applied: u64,
@@ -39,7 +39,7 @@ pub struct Joined {
     pub paused: Option<String>,
 }
 
-/// Takes the rank. `is_new` says that rank 0 has opened a new job: a server that loses it again has lost nothing.
+/// Takes the rank. `is_new` says that rank 0 has opened a new job: a server that loses the job again has lost nothing.
 pub(super) async fn join(cluster: &Cluster, rank: &RankState, is_new: bool) -> Result<Joined> {
     if rank.has_joined() {
         return Err(Misuse("the session has joined already: connect a new session to join again").into());
@@ -50,8 +50,8 @@ pub(super) async fn join(cluster: &Cluster, rank: &RankState, is_new: bool) -> R
         let joined = join_once(cluster, rank).await;
         end = renewed(end, asked, cluster.options.deadline);
         match joined {
-            // A server died with a version that it had not kept yet. This process has used nothing of that
-            // version.
+            // A server died with a version that was not durable yet. This process has used nothing of that version, so
+            // it may join again.
             Err(Error::Outdated(outdated)) if Instant::now() < end => {
                 tracing::debug!(job = %cluster.job(), error = %outdated, "joining again");
             }
@@ -86,7 +86,8 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
     }
     rank.set_joined_at(Version(first_of(&progress).version));
     if progress.values().any(|progress| progress.world_size != cluster.options.world_size) {
-        // All servers have one version by now: none needs a gradient of the ranks before.
+        // All servers have one version by now, so none needs a gradient of the former ranks. The number of ranks can
+        // change.
         progress = cluster.on_all(|server| rank.join_on(cluster, server, incarnation)).await?;
     }
     for server in cluster.servers() {
@@ -113,9 +114,10 @@ async fn join_once(cluster: &Cluster, rank: &RankState) -> Result<Joined> {
 /// different versions mean that a server died since the takeover and lost a version. Rank 0 then takes over once
 /// more.
 ///
-/// Where versions differ, a new incarnation fences all servers and joins them once they agree. So a server that lacks
-/// the newest decision waits for no gradient of this process. Each server records that this process joined after that
-/// step was decided. Rank 0 reads this for a server that has lost the step, and takes the step back.
+/// If versions differ, a new incarnation fences all servers, and joins them once their versions agree. So a server that
+/// lacks the newest decision waits for no gradient of this process. The other servers record that this process joined
+/// after the newest step was decided. If a server has lost that step, the record tells rank 0 that gradients are
+/// missing. Rank 0 then takes the step back.
 async fn align(
     cluster: &Cluster,
     rank: &RankState,
@@ -156,7 +158,7 @@ async fn align(
             end = renewed(end, asked, deadline);
             continue;
         }
-        // The job may have left a server, or found another, since this rank connected.
+        // The job may have left a server, or gained another, since this rank connected.
         if cluster.meet_members().await? || has_joined {
             incarnation = take(cluster).await?;
             cluster.on_all(|server| fence(cluster, server, incarnation)).await?;
@@ -194,7 +196,8 @@ pub(crate) async fn admit(
             rank.join_on(cluster, server, rank.incarnation()).await?;
             rank.first_link(cluster, server).await?;
             open_lanes(gradients, server)?;
-            // The server may have died since it began, with the decision that names it. From here on a lane notices.
+            // The server may have died since it began, and may lack the decision that names it. From here on a lane
+            // notices its death.
             recover(cluster, rank, server).await?;
             cluster.add_member(server);
             Ok(())
@@ -205,7 +208,7 @@ pub(crate) async fn admit(
     }
 }
 
-/// Admits the servers that a decision adds, in the background. `first` is the number of the first one.
+/// Admits the servers that a decision adds, in the background. `first` is the number of the first added server.
 pub(crate) fn admit_added(
     cluster: &Arc<Cluster>,
     rank: &Arc<RankState>,
@@ -246,9 +249,9 @@ pub(super) async fn leave(cluster: &Cluster, rank: &RankState) -> Result<()> {
     Ok(())
 }
 
-/// Fences earlier processes of rank 0 on all servers. Versions read afterwards do not change. Then completes the
-/// newest decision on servers that lack it, or takes it back if that is impossible. An earlier process may have added
-/// servers since this one connected, and goes on there until it is fenced too.
+/// Fences earlier processes of rank 0 on all servers. Versions read afterwards do not change. Then completes the newest
+/// decision on servers that lack it. If completing is impossible, takes the decision back. An earlier process may have
+/// added servers since this process connected. So servers are fenced until no new one is found.
 pub(crate) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
     let mut fenced = BTreeSet::new();
     let progress = loop {
@@ -267,8 +270,8 @@ pub(crate) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Re
             {
                 withdraw(cluster, incarnation).await
             }
-            // The server has other contributions by now. Completing the step with those would mix two gradients: one
-            // on some servers, another on the rest.
+            // The server has other contributions by now. Completing the step with them would mix two gradients, each on
+            // some of the servers.
             Err(Error::Outdated(_)) => withdraw(cluster, incarnation).await,
             other => other,
         };
@@ -277,8 +280,8 @@ pub(crate) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Re
     complete_placement(cluster, fenced, incarnation).await
 }
 
-/// An operator's command may have died while it moved a job without steps. The newest placement then goes to all other
-/// servers of the version. Servers that it removes are among them: ranks would wait there for rank 0.
+/// Completes the move of an operator's command that died while it moved a job without ranks. The newest placement goes
+/// to all other servers of the same version. Servers that it removes get it too: ranks would wait there for rank 0.
 async fn complete_placement(
     cluster: &Cluster,
     fenced: BTreeSet<ServerId>,
@@ -335,9 +338,9 @@ pub(crate) async fn place_on(
     begun.await.map(|_| ())
 }
 
-/// Rank 0 may have died between its commits. The newest decision then goes to the servers one version behind,
-/// which have its contributions, or refuse it. A server further behind needs contributions that no process holds.
-/// Versions then stay apart, and `align` reports that.
+/// Completes a decision that an earlier rank 0 had sent to some servers when it died. The decision goes to the servers
+/// one version behind. Each takes the decision if it has the contributions, and refuses it otherwise. A server further
+/// behind needs contributions that no process holds. Versions then stay apart, and `align` reports that.
 async fn complete_commit(
     cluster: &Cluster,
     progress: &ByServer<JobProgress>,
@@ -358,13 +361,14 @@ async fn complete_commit(
         tracing::info!(server = cluster.address(server), step = newest, "completing a commit");
         cluster.unless_lost(server, commit_as(cluster, server, incarnation, &commit, (origins[server], None)))
     };
-    // Every call runs to its end: no server may take the decision after others have given it back.
+    // Every call runs to its end: no server may take the decision after others have stepped back.
     let sent = join_all(behind.map(|(server, _)| send(server))).await;
     sent.into_iter().try_for_each(|sent| sent.map(drop))
 }
 
-/// Returns the origin on each server that a decision was made from, as far as its maker said. On a server that never loses
-/// a version alone, the decision is completed with the contributions that are there.
+/// Returns for each server the origin of the contributions behind a decision, as far as the commit records it. The
+/// origin is unknown on a server that never loses a version alone. Contributions of any origin complete the decision
+/// there.
 fn origins(cluster: &Cluster, commit: &Commit) -> ByServer<Origin> {
     let said =
         Envelope::decode(&commit.trainer_state).map_or_else(|_| Vec::new(), |envelope| envelope.origins);

@@ -55,8 +55,8 @@ use crate::{
     rank::{RankState, begin, cause},
 };
 
-/// Connections to every server of a job, as one rank. All calls block, with a deadline, from any thread that is
-/// not an async runtime's. A background failure is returned by every later call.
+/// Connections to every server of a job, as one rank. All calls block, with a deadline, and may come from any thread
+/// that belongs to no async runtime. After a background failure every later call returns it.
 pub struct Session {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) rank: Arc<RankState>,
@@ -109,8 +109,8 @@ impl Session {
         cause(&self.cluster, error)
     }
 
-    /// Creates the job on every server, or finds it there. Calls may be repeated. If a server has trained, the job
-    /// is not created on servers that have nothing.
+    /// Creates the job on every server that lacks it. Calls may be repeated. If a server has trained, the job is not
+    /// created on servers that have nothing.
     ///
     /// # Errors
     /// `Call` if a server refuses, for example a differing spec or too little memory. On rank 0, `StateLost` if
@@ -144,7 +144,7 @@ impl Session {
         self.fill(&upload::ByParam::new(self.spec(), self.layout(), weights))
     }
 
-    /// Same as `upload`, for weights or an optimizer's state.
+    /// Fills a fresh job as `upload` does, with weights or an optimizer's state.
     ///
     /// # Errors
     /// `OtherFilling` if a server was filled with other contents; `Call` if other contents have begun to fill it.
@@ -158,8 +158,8 @@ impl Session {
         self.wait_training_from(None)
     }
 
-    /// The same for a run whose rank 0 may go back to a checkpoint. Other ranks then wait no longer than rank 0 has
-    /// something to restore.
+    /// Waits as `wait_training` does, in a run whose rank 0 may go back to a checkpoint as `how` says. The wait ends at
+    /// once if rank 0 must refuse that.
     pub fn wait_training_from(&self, how: Option<&GoBack>) -> Result<()> {
         let training = go_back::wait_training(&self.cluster, how);
         let waited = self.block_on(self.cluster.watched_at_work("the initial weights", training));
@@ -173,7 +173,7 @@ impl Session {
         self.start_by(|session| session.upload(weights))
     }
 
-    /// Same as `start`, for weights or an optimizer's state.
+    /// Starts any rank as `start` does, with weights or an optimizer's state.
     pub fn start_from(&mut self, filling: &dyn Filling) -> Result<Joined> {
         self.start_by(|session| session.fill(filling))
     }
@@ -193,7 +193,7 @@ impl Session {
             }
             return Ok(joined);
         }
-        // A rank that joined first would not see the result of a restore. The `open` after that compares the job,
+        // A rank that joined before this wait would not see the result of a restore. The later `open` compares the job,
         // and never creates it.
         self.follow(None)
     }
@@ -217,7 +217,7 @@ impl Session {
         self.pulls.most_held()
     }
 
-    /// Same as `pull`, with the reading that all pulls of a step share.
+    /// Pulls as `pull` does, with the reading that all pulls of a step share.
     pub(crate) fn pull_as(&self, reading: Reading, order: &[Range<u64>]) -> Result<Feed> {
         self.cluster.waits.check()?;
         Feed::open(&self.pulls, reading, order)
@@ -248,7 +248,7 @@ impl Session {
         self.list_checkpoints_within(self.cluster.options.deadline)
     }
 
-    /// Same as [`Session::list_checkpoints`]; each server has `deadline` to answer.
+    /// Lists as [`Session::list_checkpoints`] does; each server has `deadline` to answer.
     pub fn list_checkpoints_within(&self, deadline: Duration) -> Result<Vec<Checkpoint>> {
         self.block_on(checkpoints::list_checkpoints(&self.cluster, deadline))
     }
@@ -259,12 +259,12 @@ impl Session {
         self.block_on(checkpoints::check_room(&self.cluster))
     }
 
-    /// Same as `checkpoint`. A name that belongs to another state gets the first free number, as name.2.
+    /// Writes as `checkpoint` does. A name that belongs to another state gets the first free number, as name.2.
     pub fn checkpoint_numbered(&self, name: &str) -> Result<Checkpoint> {
         self.block_unless_failed(checkpoints::checkpoint_numbered(&self.cluster, self.author(), name))
     }
 
-    /// Writes a checkpoint of the current version: every server writes its part, then the manifest beside it. A
+    /// Writes a checkpoint of the current version. Every server writes its part, and then a manifest beside the part. A
     /// sealed checkpoint of that name and of this very state is returned as it is.
     ///
     /// # Errors
@@ -290,8 +290,8 @@ impl Session {
     }
 
     /// Opens the job and fills it from a checkpoint, whether or not servers have lost their part. A job on another
-    /// number of servers comes from there, if they are at the checkpoint's version. Other state is deleted only if
-    /// the caller allows it, or if tier `memory` has lost the rest.
+    /// number of servers is brought from those servers, if they are at the checkpoint's version. Other state is deleted
+    /// only if the caller allows it, or if tier `memory` has lost the rest.
     ///
     /// # Errors
     /// `StateKept` if state would have to be deleted and may not; `NoCheckpoint`; `NotRestored`.
@@ -303,7 +303,8 @@ impl Session {
         self.block_on(go_back::move_from(&old, &self.cluster, how))
     }
 
-    /// Returns true if the job is open on another number of servers. [`Session::go_back`] can bring it here.
+    /// Returns true if the job is open on another number of servers. [`Session::go_back`] can bring the job to this
+    /// session's servers.
     pub fn is_elsewhere(&self) -> Result<bool> {
         Ok(self.block_on(open::elsewhere(&self.cluster))?.is_some())
     }
@@ -314,9 +315,9 @@ impl Session {
         self.block_on(admin::delete_job(&self.cluster, again))
     }
 
-    /// Asks the job to move to these servers, while its ranks train. New servers keep the job in `tier`, or in the
-    /// present servers' tier. Updates wait for moves at most for `max_exposed` of the time between two decisions.
-    /// Returns once its servers know of the wish.
+    /// Asks the job to move to `servers`, while its ranks train. New servers keep the job in `tier`, or in the present
+    /// servers' tier. Updates wait for moves at most for `max_exposed` of the time between two decisions. Returns once
+    /// its servers know of the wish.
     ///
     /// # Errors
     /// `Call` if a server refuses: `Invalid` for a list that is empty or has repetitions, `Forbidden` for an identity
@@ -326,7 +327,7 @@ impl Session {
         self.block_on(admin::scale_all(&self.cluster, servers, tier, max_exposed))
     }
 
-    /// Returns a question whether the job is paused, as an [`Interrupt`] of this session may ask.
+    /// Returns a function that tells whether the job is paused, for an [`Interrupt`] of this session.
     pub fn asks_if_paused(&self) -> impl Fn() -> bool + Send + Sync + use<> {
         let cluster = Arc::downgrade(&self.cluster);
         move || cluster.upgrade().is_some_and(|cluster| cluster.waits.is_paused())
@@ -366,8 +367,8 @@ impl Session {
         self.cluster.options.rank
     }
 
-    /// Keeps the memory of this rank's gradients while the returned value lives; None if the transport lets no
-    /// server read it.
+    /// Keeps the memory of this rank's gradients in place while the returned value lives. None if the transport lets no
+    /// server read that memory.
     pub fn gradient_memory(&self) -> Option<GradientMemory> {
         self.gradients.memory()
     }

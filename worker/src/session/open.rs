@@ -1,4 +1,4 @@
-//! Opens a job on all servers. Tells a fresh job, a running job and a job that lost a server's part apart.
+//! Opens a job on all servers. Distinguishes a fresh job, a running job and a job that lost a server's part.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -20,8 +20,8 @@ use crate::{
 /// The state of an opened job.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Opened {
-    /// No server has all of its weights yet, so upload or restore. Ranks other than 0 get `Fresh` for every state but
-    /// `Running`: rank 0 alone restores and uploads.
+    /// Some server still waits for weights, so upload or restore them. Ranks other than 0 get `Fresh` for every state
+    /// but `Running`: rank 0 alone restores and uploads.
     Fresh,
     /// A restore has begun and has not ended. `restore` of the same checkpoint continues it.
     Restoring { checkpoint: String },
@@ -42,8 +42,8 @@ impl Opened {
     }
 }
 
-/// Opens the job on the servers that have it, and creates it on the others unless some server has trained. An
-/// empty job beside a trained one would be a lost one, and creating it would hide the loss.
+/// Opens the job on the servers that have it, and creates it on the others unless some server has trained. Beside a
+/// trained part an absent part is a lost part, and creating it anew would hide the loss.
 pub(super) async fn open(cluster: &Cluster) -> Result<Opened> {
     let (mut backoff, end) = (Backoff::new(), Instant::now() + cluster.options.deadline);
     loop {
@@ -55,7 +55,7 @@ pub(super) async fn open(cluster: &Cluster) -> Result<Opened> {
             return judge_all(cluster, &open_everywhere(cluster).await?);
         }
         cluster.trained.fetch_or(has_trained, Relaxed);
-        // Where other servers have all shards, rank 0 gives up those without the job.
+        // If other servers have all shards, rank 0 gives up the servers without the job.
         if absent.is_empty() || cluster.placement().last_of(&absent).is_some() || !backoff.pause(end).await {
             let nothing = || JobProgress { phase: Phase::Loading.into(), ..JobProgress::default() };
             return judge_all(cluster, &there.map(|progress| progress.unwrap_or_else(nothing)));
@@ -63,7 +63,8 @@ pub(super) async fn open(cluster: &Cluster) -> Result<Opened> {
     }
 }
 
-/// Returns true if a server without the job has lost it. Replicas make up for that also at version 0.
+/// Returns true if a server without the job has lost it. With replicas this is known even at version 0, once all other
+/// servers are filled.
 fn has_trained<'a>(cluster: &Cluster, mut present: impl Iterator<Item = &'a JobProgress>) -> bool {
     match cluster.spec().replicas {
         1 => present.any(|progress| progress.version > 0),
@@ -80,7 +81,7 @@ pub(super) async fn open_everywhere(cluster: &Cluster) -> Result<ByServer<JobPro
     open_but_for(cluster, |_| false).await
 }
 
-/// The same, but new parts stay beside a refusal that `is_expected`.
+/// Opens as `open_everywhere` does, but new parts stay if the refusal `is_expected`.
 pub(super) async fn open_but_for(
     cluster: &Cluster,
     is_expected: impl Fn(&Error) -> bool,
@@ -154,8 +155,8 @@ async fn open_if_there(cluster: &Cluster, server: ServerId) -> Result<Option<Job
     match find(cluster, server).await {
         Ok(None) => return Ok(None),
         Ok(Some(_)) => {}
-        // The job is there and could not be recovered. Opening it tries again, and returns the reason of a
-        // failure.
+        // The job is there and could not be recovered. Opening the job recovers it once more, and returns the reason of
+        // a failure.
         Err(Error::Call(failed))
             if !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline) => {}
         Err(error) => return Err(error),
@@ -188,9 +189,9 @@ pub(super) fn judge_all(cluster: &Cluster, progress: &ByServer<JobProgress>) -> 
     judge(cluster, &progress.iter().collect::<Vec<_>>())
 }
 
-/// If all servers are loading, the job is fresh; if all have state, it is running. A mixture beyond version 0
-/// means that a server lost its part. At version 0 a mixture is an upload under way, since servers begin to train
-/// one by one.
+/// Judges a job by its servers. If all servers are loading, the job is fresh; if all have state, the job is running. A
+/// mixture beyond version 0 means that a server lost its part. At version 0 a mixture is an upload under way, since
+/// servers begin to train one by one.
 ///
 /// Rank 0 acts on this view; other ranks wait until all servers train.
 pub(super) fn judge(cluster: &Cluster, servers: &[(ServerId, &JobProgress)]) -> Result<Opened> {

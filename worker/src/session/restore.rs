@@ -1,6 +1,6 @@
-//! A restore as one act over all servers. Every server loads and holds its part, and all start once all hold their
-//! parts. After a fault, a lost answer or the client's death the job waits, and the next attempt continues from
-//! there.
+//! A restore as one act over all servers. Every server loads and holds its part. Once all hold their parts, all start.
+//! After a fault, a lost answer or the client's death the job waits. The next attempt continues with the parts that are
+//! held.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ pub(super) async fn restore(cluster: &Cluster, name: &str) -> Result<Version> {
     Ok(loaded.first().map_or(Version(0), |(_, answer)| Version(answer.version)))
 }
 
-/// Returns the servers' facts about a checkpoint, without reading its tensors. Fails if a server cannot
+/// Returns the first server's description of a checkpoint, without reading its tensors. Fails if a server cannot
 /// restore it.
 pub(super) async fn check_checkpoint(cluster: &Cluster, name: &str) -> Result<RestoreResponse> {
     let answers = cluster.on_all(|server| restore_on(cluster, server, name, RestoreMode::Check)).await?;
@@ -105,8 +105,8 @@ fn check_alike(cluster: &Cluster, name: &str, answers: &[(ServerId, RestoreRespo
     Err(OtherCheckpoints { job: cluster.job().clone(), checkpoint: name.into(), versions }.into())
 }
 
-/// Releases the parts that servers hold. After a failure that may pass, servers keep their parts, and the next
-/// attempt continues from there.
+/// Releases the parts that servers hold. After a failure that may pass, servers keep their parts, and the next attempt
+/// continues with them.
 async fn take_back(
     cluster: &Cluster,
     name: &str,

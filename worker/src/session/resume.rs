@@ -1,4 +1,4 @@
-//! Ends a pause on every server: a resume that reached some servers is brought to the others.
+//! Ends a pause on every server. A resume that reached only some servers is sent to the other servers too.
 
 use std::time::Duration;
 
@@ -93,8 +93,8 @@ async fn runs_at(cluster: &Cluster, server: ServerId, version: Version) -> Resul
     Ok(())
 }
 
-/// Brings an operator's resume to the servers that it had not reached when its sender died. `progress` has all
-/// servers, at one version. A server that trains at a version at which others are paused was resumed.
+/// Sends an operator's resume to the servers that it had not reached when its sender died. `progress` has all servers,
+/// at one version. A server that trains at the version at which other servers are paused was resumed.
 pub(super) async fn spread_resume(
     cluster: &Cluster,
     mut progress: ByServer<JobProgress>,

@@ -85,11 +85,11 @@ impl Filling for ByParam<'_> {
     }
 }
 
-/// Chunks under way to one server: enough to keep it busy while the next parameter is made.
+/// Number of chunks under way to one server: enough to keep the server busy while the next parameter is made.
 const QUEUE_CHUNKS: usize = 8;
 
-/// Uploads missing shards until none is missing. Before each pass every server is asked for its missing shards, and
-/// made ready. A restarted server has forgotten its ranks and, with the `memory` tier, the job.
+/// Uploads missing shards until none is missing. Before each pass every server is asked for its missing shards, and is
+/// joined and opened again if needed. A restarted server has forgotten its ranks and, with the `memory` tier, the job.
 pub(super) fn upload(cluster: &Cluster, rank: &RankState, filling: &dyn Filling) -> Result<()> {
     let start = Instant::now();
     let end = start + cluster.options.slow_deadline;

@@ -3,11 +3,11 @@
 use longshore_proto::{Fault, FaultKind};
 use longshore_wire::v1::DescribeResponse;
 
-/// Tries before giving up on a version that all servers can still give.
+/// Number of tries to find a version that all servers can still give.
 pub const TRIES: u32 = 8;
 
-/// Returns how far ahead of the newest version to ask. Servers reach a version one after the other, and a server
-/// past it refuses. Each further try asks for a version further ahead.
+/// Returns how far ahead of the newest version to ask. Servers reach a version one after the other, and a server that
+/// is past the asked version refuses. Each further try asks for a version further ahead.
 ///
 /// The first try asks for a version that is there, since a job without training has no other.
 fn lead(tried: u32) -> u64 {

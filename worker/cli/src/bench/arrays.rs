@@ -16,10 +16,10 @@ pub(super) const BLOCK: usize = BLOCK_ELEMENTS as usize;
 const SHARD: usize = DEFAULT_SHARD_ELEMENTS as usize;
 /// Bytes of a parameter: gradient and image in the widest format, and three fp32 arrays.
 const BYTES_PER_PARAM: u64 = 20;
-/// This many parameters fit in no cache: a round moves 5.6 GB through memory.
+/// Default number of parameters. Their arrays fit in no cache: a round moves 5.6 GB through memory.
 const DEFAULT_PARAMS: u64 = 200_000_000;
 
-/// Bytes of each array, common to an update and its limit.
+/// Formats of the arrays. An update and its limit move the same bytes, since they share the formats.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Shape {
     pub(super) wire: Dtype,
@@ -116,7 +116,7 @@ impl Shard {
     }
 }
 
-/// Moves the bytes of one update of all parameters without arithmetic, as its limit.
+/// Moves the bytes of one update of all parameters without arithmetic, which is the update's limit.
 pub(super) fn move_bytes(arrays: &mut Arrays, pool: &ThreadPool, shape: Shape) {
     for shard in &mut arrays.shards {
         let (gradient, state, image) = shard.cut(shape);
@@ -127,8 +127,8 @@ pub(super) fn move_bytes(arrays: &mut Arrays, pool: &ThreadPool, shape: Shape) {
     }
 }
 
-/// Fills a block with values that stay positive and far from denormal. This holds in every format, under every
-/// rule, after any number of updates. Instructions on a denormal or NaN take another time.
+/// Fills a block with values that stay positive and far from denormal. This holds in every format, under every rule,
+/// after any number of updates. Instructions on denormal values or NaNs may take longer.
 fn fill(block: &mut StateMut<'_>) {
     use kernels::{MasterMut, MomentMut, encode};
     let low = block.low();

@@ -16,7 +16,7 @@ use tokio::runtime::Runtime;
 use super::step::Args;
 use crate::{access::Access, servers::Servers};
 
-/// Fields drop in this order.
+/// A server in this process. Fields drop in this order: the server ends before its runtime and its folder.
 pub(super) struct Host {
     server: Server,
     _runtime: Runtime,

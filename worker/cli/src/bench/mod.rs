@@ -57,7 +57,8 @@ impl Measured {
         self.rate(median(&self.limits))
     }
 
-    /// Ratio of the case to its limit: the median over the rounds, each of two passes in direct succession.
+    /// Ratio of the case to its limit: the median over the rounds. In each round, case and limit run in direct
+    /// succession.
     pub(crate) fn fraction(&self) -> f64 {
         let ratios: Vec<f64> =
             self.times.iter().zip(&self.limits).map(|(time, limit)| limit / time).collect();
@@ -133,7 +134,7 @@ mod tests {
 
     #[test]
     fn the_fraction_pairs_rounds_and_rates_use_medians() {
-        // The host halves its speed in one round, and that round's ratio stays.
+        // The host is half as fast in one round, whose ratio stays the same.
         let measured = Measured {
             bench: "update",
             case: "adamw".to_string(),

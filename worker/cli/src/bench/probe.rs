@@ -24,7 +24,7 @@ use crate::{access::Access, servers::Servers};
 /// Samples of each speed, of which the median counts.
 const ROUNDS: usize = 5;
 const CALLS: usize = 200;
-/// Neither fits in a cache.
+/// Numbers of parameters. Arrays of either number fit in no cache.
 const UPDATE_PARAMS: u64 = 50_000_000;
 const STORAGE_PARAMS: u64 = 100_000_000;
 
@@ -53,10 +53,10 @@ pub(crate) struct Probed {
     pub(crate) threads: usize,
     /// Memory that `longshored` gives to jobs here by default.
     pub(crate) memory: u64,
-    /// Free space of all drives. None without a folder.
+    /// Free bytes of all drives. None without a folder to measure.
     pub(crate) nvme: Option<u64>,
     pub(crate) server_memory: f64,
-    /// None without a folder.
+    /// Speed of the drives, in GB/s. None without a folder to measure.
     pub(crate) drives: Option<f64>,
     /// Speed of the slower direction.
     pub(crate) link: f64,
@@ -136,7 +136,7 @@ pub(crate) fn run(args: &ProbeArgs, formats: Formats) -> anyhow::Result<Probed> 
     })
 }
 
-/// Returns the free bytes of these folders. Folders of one file system share them.
+/// Returns the free bytes of all folders `dirs`. Folders of one file system count once.
 fn free_of(dirs: &[PathBuf]) -> anyhow::Result<u64> {
     let mut by_device = BTreeMap::new();
     for dir in dirs {
@@ -162,7 +162,8 @@ pub(crate) fn link(servers: &[String], access: &Access) -> anyhow::Result<f64> {
     let mut slower = || anyhow::Ok(rank.push()?.gb_per_s().min(rank.pull()?.gb_per_s()));
     // The first round warms up.
     let measured = slower().and_then(|_| (0..ROUNDS).map(|_| slower()).collect::<anyhow::Result<Vec<_>>>());
-    // The job is deleted in any case. The measurement's error is more useful than that of the deletion.
+    // The job is deleted in any case. The measurement's error is returned before the deletion's, since it is more
+    // useful.
     let closed = rank.close();
     let speed = median(&measured?);
     closed.map(|()| speed)

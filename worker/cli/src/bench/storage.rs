@@ -1,5 +1,5 @@
-//! Compares the `nvme` tier with its drives. A bare loop of a step's reads and writes takes turns with a step of
-//! the store. The store's update only touches every byte.
+//! Compares the `nvme` tier with its drives. A bare loop of a step's reads and writes takes turns with a step of the
+//! tier. The update of that step only touches every byte.
 
 use std::path::{Path, PathBuf};
 
@@ -67,7 +67,7 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the GB a second that the store reads and writes together in these folders, with no resident state.
+/// Returns the GB a second that the store reads and writes together in the folders `dirs`, with no resident state.
 pub(crate) fn gb_per_s(dirs: &[PathBuf], params: u64, rounds: u64) -> anyhow::Result<f64> {
     let case = Case { engine: Engine::Auto, resident: 0.0 };
     let measurements = measure(&case, dirs, params, rounds)?;
@@ -83,7 +83,7 @@ fn measure(
 ) -> anyhow::Result<Vec<StorageMeasurement>> {
     let spec = job("bench-storage", vec![param("all", params)])?;
     let pool = ThreadPool::new(available_threads()).context("starting the update threads")?;
-    // Each case gets new folders inside the given ones, and removes them afterwards.
+    // Each case gets new folders inside the given folders, and removes them afterwards.
     let folders = dirs.iter().map(|dir| folder_in("--dir", dir)).collect::<anyhow::Result<Vec<_>>>()?;
     let storage = Storage {
         dirs: folders.iter().map(|folder| folder.path().to_path_buf()).collect(),
@@ -94,7 +94,7 @@ fn measure(
     Ok(bench(&spec, &storage, &pool, rounds)?)
 }
 
-/// Makes a temporary folder inside a folder that `flag` named. Dropping it removes it.
+/// Makes a temporary folder inside a folder that `flag` named. Dropping the value removes the temporary folder.
 pub(super) fn folder_in(flag: &str, dir: &Path) -> anyhow::Result<TempDir> {
     tempfile::tempdir_in(dir).map_err(|error| {
         let remedy = "name folders of the drives to measure that are there and writable";
@@ -102,7 +102,8 @@ pub(super) fn folder_in(flag: &str, dir: &Path) -> anyhow::Result<TempDir> {
     })
 }
 
-/// Returns the cases: the other engine first, and then each resident part, which saves reads.
+/// Returns the cases: first the engine with threads, then the default engine with each resident part. Resident state
+/// saves reads.
 fn cases(resident: &[f64]) -> Vec<Case> {
     let threads = Case { engine: Engine::Threads, resident: 0.0 };
     let auto = resident.iter().map(|&resident| Case { engine: Engine::Auto, resident });

@@ -141,8 +141,8 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         pools.push(ThreadPool::new(available_threads())?);
     }
     let all = &pools[pools.len() - 1];
-    // The calling thread is bound to a core, as a job's compute thread is. Otherwise the scheduler might leave it
-    // on the core of the pool's second thread all the time.
+    // The calling thread is bound to a core, as a job's compute thread is. Otherwise the scheduler might leave it on
+    // the core of another thread of the pool all the time.
     all.adopt_caller();
     let mut arrays = Arrays::allocate(params, all)?;
     if !out.is_json() {

@@ -23,7 +23,7 @@ use crate::{
     servers::{Admin, PROMPTLY, Servers, Unanswered, brief, is_not_there},
 };
 
-/// Longest wait for the checkpoints of others, and the pause between two tries.
+/// Longest wait for other checkpoints on busy servers, and the pause between two tries.
 const PATIENCE: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(250);
 
@@ -87,7 +87,7 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
         let parts = servers.each(async |mut admin| admin.checkpoint(author.sign(request.clone())).await);
         match parts {
             Err(error) if tried < TRIES && error.downcast_ref().is_some_and(has_passed) => tried += 1,
-            // Others make their checkpoints now.
+            // The servers are busy with other checkpoints now.
             Err(error) if error.downcast_ref().is_some_and(is_busy) && begun.elapsed() < PATIENCE => {
                 discard(&servers, author, &job, &name);
                 thread::sleep(PAUSE);
@@ -129,7 +129,7 @@ pub(super) fn checkpoint(args: &CheckpointArgs, out: Output) -> anyhow::Result<(
     Ok(())
 }
 
-/// Frees the room of written parts. If that fails, the next checkpoint frees it.
+/// Frees the room of written parts. If that fails, the next checkpoint frees the room.
 fn discard(servers: &Servers, author: Author, job: &str, name: &str) {
     let request = v1::DiscardCheckpointRequest { job: job.to_string(), name: name.to_string() };
     let _ = servers.answers(async |mut admin| admin.discard_checkpoint(author.sign(request.clone())).await);
@@ -160,7 +160,7 @@ pub(super) fn checkpoints(target: &JobArgs, out: Output) -> anyhow::Result<()> {
 
 pub(super) fn resume(args: &ResumeArgs, out: Output) -> anyhow::Result<()> {
     let (servers, job) = args.target.connect_to_holders()?;
-    // The request names the version, so that a server which a first try has resumed does not refuse the second.
+    // The request names the version. A server that a first try has resumed then accepts the second try.
     let described = servers.described(&job)?;
     let version = paused_at(described.iter().filter_map(|answer| answer.progress.as_ref()));
     let request = v1::ResumeRequest { job: job.clone(), loss_scale: args.loss_scale.unwrap_or(0.0), version };
@@ -173,7 +173,7 @@ pub(super) fn step_back(args: &StepBackArgs, out: Output) -> anyhow::Result<()> 
     let (servers, job) = args.target.connect_to_holders()?;
     let answers = servers.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(&job)).await);
     let (incarnation, decisions) = plan_step_back(answers, args.version)?;
-    // A repeated call goes to all servers again.
+    // The decisions are taken in a cycle, since a repeated call goes to all servers again.
     let decisions = RefCell::new(decisions.iter().cycle());
     servers.each(|mut admin: Admin| {
         let decided_by = decisions.borrow_mut().next().copied().unwrap_or_default();

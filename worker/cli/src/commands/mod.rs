@@ -257,7 +257,7 @@ fn given(matches: &ArgMatches) -> Given {
         let is_there = leaf.ids().any(|id| id.as_str() == name);
         is_there.then(|| leaf.value_source(name)).flatten()
     };
-    // A plan's servers are a number. The servers to which it measures the link have a flag of their own.
+    // `plan --servers` is a number. The servers to which a plan measures the link have another flag.
     let servers = source("probe_servers").or_else(|| source("servers"));
     Given { servers, cluster: source("cluster") }
 }

@@ -1,5 +1,5 @@
-//! `longshore plan`: the memory that a job takes of servers and GPUs, and the time of its steps. The servers' part
-//! comes from the arithmetic of their admission.
+//! `longshore plan`: the memory that a job takes of servers and GPUs, and the time of its steps. The numbers for
+//! servers come from the arithmetic by which a server admits a job.
 
 mod gpus;
 mod job;
@@ -23,7 +23,7 @@ use crate::{
     sizes::{human, parse_count},
 };
 
-/// A larger number of folders is a typing error. Each becomes a path.
+/// Largest number of state folders. A larger number is a typing error, and each folder becomes a path.
 const MOST_STATE_DIRS: usize = 1024;
 
 #[derive(Clone, clap::Args)]
@@ -94,7 +94,7 @@ struct Requirements {
     need: Need,
     /// The most parameters that servers hold with the memory and drives of --memory and --nvme.
     most: Option<u64>,
-    /// Bytes to or from one rank in a step, each way. Pushed bytes are those of each micro-step.
+    /// Bytes to or from one rank in a step, each way. Each micro-step pushes this many bytes.
     wire: u64,
     daily: Option<f64>,
     endurance_days: Option<f64>,
@@ -146,7 +146,7 @@ impl Args {
 }
 
 impl Requirements {
-    /// Computes the requirements from the arguments alone, so that its errors are errors of arguments.
+    /// Computes the requirements from the arguments alone. So every error is an error of the arguments.
     fn of(args: &Args, model: &Model) -> anyhow::Result<Requirements> {
         args.check()?;
         let spec = args.spec(model)?;
@@ -167,7 +167,8 @@ impl Requirements {
             let elements = trained.map(|&shard| layout.shard_len(shard)).sum::<u64>();
             (need, elements, DriveTraffic::of(&spec, &layout, &owned, &args.storage()))
         };
-        // Shards are dealt in turn, so the first server has the most. Frozen shards take less, and come last.
+        // Shards are dealt in turn, so the first server has the most. Frozen shards take less, and come last, so with
+        // frozen shards another server may need more.
         let first = of_server(0);
         let others = if args.frozen() > 0 { 1..args.servers } else { 1..1 };
         let (need, elements, on_drives) = others

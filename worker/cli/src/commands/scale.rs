@@ -79,7 +79,7 @@ fn parse_percent(text: &str) -> Result<f64, Fault> {
     })
 }
 
-/// A job's servers, as one of them says.
+/// A job's servers and their answers. Spec and placement are those of the farthest server.
 struct Seen {
     spec: JobSpec,
     placement: Placement,
@@ -92,7 +92,7 @@ impl Seen {
         self.placement.members().map(|server| servers[server.0 as usize].clone()).collect()
     }
 
-    /// The numbers of those servers that the job has.
+    /// Numbers of the servers among `addresses` that the job has.
     fn numbers_of(&self, addresses: &[String]) -> Vec<u32> {
         let servers = &self.placement.servers;
         let is_named = |server: &ServerId| addresses.contains(&servers[server.0 as usize]);
@@ -135,7 +135,8 @@ impl Seen {
         ranks.filter(|rank| rank.watches || !rank.left && !rank.transport.is_empty())
     }
 
-    /// Returns true if ranks go on with a wish. Another operator's command takes rank 0 too, and watches nothing.
+    /// Returns true if ranks go on with a wish. Another operator's command takes rank 0 too, but watches nothing, so it
+    /// does not count.
     fn is_of_ranks(&self) -> bool {
         self.has_lost()
             || self.answers.iter().all(is_loading)
@@ -237,7 +238,7 @@ fn clear(args: &Args, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the addresses by which a job knows those of these servers that it is on.
+/// Returns the addresses of the given servers that the job is on, as the job names them.
 fn left_by(servers: &Servers, job: &str) -> anyhow::Result<BTreeSet<String>> {
     let mut left = BTreeSet::new();
     for (address, answer) in servers.wholes(job) {
@@ -276,7 +277,8 @@ impl Args {
             let known_lost = seen.scaling().flat_map(|scaling| &scaling.lost);
             let known_lost = known_lost.filter_map(|&server| servers.get(server as usize));
             let lost: BTreeSet<&String> = self.lost.iter().chain(known_lost).collect();
-            // A server that was given up before is a member until the next decision. Only its name takes that back.
+            // A server that was given up before is a member until the next decision. Only naming the server again takes
+            // the loss back.
             let is_named = |server: &String| self.to.contains(server) || self.add.contains(server);
             wanted.retain(|server| !lost.contains(server) || is_named(server));
             let living: Vec<String> =
@@ -300,7 +302,7 @@ impl Args {
                 if !self.dry_run {
                     plan.check_fits()?;
                     members.each(async |mut admin| admin.scale(request.clone()).await)?;
-                    // A server that lives in truth is told too: ranks may listen to it alone.
+                    // A server that is named as lost and still runs is told too: ranks may listen to it alone.
                     if let Ok((lost, _)) = Servers::reach(&self.lost, access) {
                         lost.answers_within(PROMPTLY, async |mut admin| admin.scale(request.clone()).await);
                     }
@@ -313,7 +315,7 @@ impl Args {
                 }
                 Err(refused) => refused,
             };
-            // A server that is leaving the job may have left it since the look.
+            // A server may have left the job since the look, and then refuses the wish.
             let has_left = refused.downcast_ref::<Fault>().is_some_and(is_not_there);
             if !has_left || begun.elapsed() > RECOVERY {
                 return Err(refused);
@@ -360,7 +362,8 @@ impl Args {
         Ok(())
     }
 
-    /// Moves a job without ranks, and says or awaits the moves of any other job. Ranks move the shards of a lost server.
+    /// Moves a job without ranks, and reports or awaits the moves of any other job. Shards of a lost server are moved
+    /// by the ranks' steps.
     fn fulfil(&self, wish: &Wish, out: Output) -> anyhow::Result<()> {
         if self.dry_run {
             return Ok(());
@@ -392,7 +395,7 @@ impl Args {
         let (begun, seconds) = (Instant::now(), IDLE.as_secs());
         let mut waiting = Some(Progress::waiting(&format!("{}: {seconds} s without ranks", wish.job), out));
         let mut members: BTreeSet<String> = wish.before.members().into_iter().collect();
-        // An earlier wish may be under way, to servers that do not know of this one.
+        // An earlier wish may be under way, to servers that do not know of this wish.
         let mut known = members.clone();
         known.extend(wish.before.scaling().flat_map(|scaling| scaling.wanted.clone()));
         let all = |known: &BTreeSet<String>| known.iter().cloned().collect::<Vec<_>>();
@@ -425,7 +428,8 @@ impl Args {
         }
     }
 
-    /// Moves a job that makes no steps, and says so. Returns false if a rank 0 has started, or another command.
+    /// Moves a job that makes no steps, and reports the move. Returns false if a rank 0 or another command has taken
+    /// over.
     fn settle_idle(&self, wish: &Wish, seen: &Seen, out: Output) -> anyhow::Result<bool> {
         let begun = Instant::now();
         let moved = self.move_idle(wish, seen, out);
@@ -483,7 +487,7 @@ impl Args {
         let (begun, mut since, mut known) = (Instant::now(), Instant::now(), None);
         loop {
             let (servers, silent) = Servers::reach(&reachable, &self.target.servers.access)?;
-            // A link may be cut for a while.
+            // No server can be reached now: the link may be cut for a while.
             if servers.list().is_empty() {
                 if since.elapsed() > Duration::from_secs(self.patience) {
                     return Err(Unanswered::new("", &silent).into());
@@ -525,7 +529,8 @@ impl Args {
     }
 }
 
-/// Asks the servers that answer for the newest placement. Waits for those that recover the job, unless another knows.
+/// Asks the servers that answer for the newest placement. If no server answers with the placement, waits for servers
+/// that recover the job.
 fn look(servers: &Servers, job: &str) -> anyhow::Result<Seen> {
     let begun = Instant::now();
     let mut found = loop {
@@ -551,7 +556,7 @@ fn look(servers: &Servers, job: &str) -> anyhow::Result<Seen> {
     let answer = found.iter().max_by_key(newest).context("no server was named")?;
     let spec = JobSpec::from_wire(answer.spec.clone())?;
     let placement = Placement::from_wire(answer.placement.clone())?;
-    // Servers that have left the job, or are prepared for it, say nothing of it.
+    // Answers of servers that have left the job, or are only prepared for it, do not count.
     let is_member = |answer: &v1::DescribeResponse| placement.members().any(|of| of.0 == answer.server);
     found.retain(is_member);
     Ok(Seen { spec, placement, answers: found })

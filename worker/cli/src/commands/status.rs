@@ -80,7 +80,7 @@ pub(super) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
 const WORTH_A_WORD: Duration = Duration::from_secs(600);
 const LEFT_OUT: &str = "left out, as --no-hash says";
 
-/// Prints one line. Text of a server cannot begin another one.
+/// Prints one line. Line breaks in a server's text cannot begin another line.
 fn line(text: &str) {
     say!("{}", legible(text));
 }
@@ -132,7 +132,7 @@ fn print(job: &str, answers: &Answers, without: &Silent, unhashed: Option<String
         line(&format!("  {}", decision(commit, spec)));
     }
     for rank in first.iter().flat_map(|first| &first.ranks) {
-        // A server counts from the rank's last join.
+        // A server counts gradients from the rank's last join on.
         let step = match rank.last_step {
             0 => "no gradient yet".to_string(),
             step => format!("last step {step}"),
@@ -162,7 +162,7 @@ fn share_of(identity: &v1::IdentityUsage) -> String {
     )
 }
 
-/// Returns a server's part in a change of the job's servers. None once it is over.
+/// Returns a server's part in a change of the job's servers. None once the change is over.
 fn moving(scaling: &v1::Scaling) -> Option<String> {
     let v1::Scaling { wanted, asked_micros, awaited_shards, failure, reached_micros, .. } = scaling;
     let (fetched, bare) = (human(scaling.fetched_bytes), scaling.unreplicated_shards);
@@ -273,7 +273,7 @@ fn last_checkpoint(status: &v1::CheckpointStatus) -> String {
     }
 }
 
-/// Formats the time since then by this host's clock, which may differ from the server's.
+/// Formats the time since `unix_ms` by this host's clock, which may differ from the server's.
 fn ago(unix_ms: u64) -> String {
     let then = UNIX_EPOCH + Duration::from_millis(unix_ms);
     time(SystemTime::now().duration_since(then).unwrap_or_default())

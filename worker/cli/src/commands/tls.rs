@@ -71,7 +71,7 @@ const IDENTITIES: [(&str, &str, &str); 3] = [
     ("reader", "\"reader\"", "looks, pulls, exports"),
 ];
 
-/// Identity of a server that calls another one.
+/// Identity of a server that calls another server.
 const SERVER: &str = "server";
 
 impl Tls {
@@ -103,7 +103,7 @@ fn init(args: &InitArgs, out: Output) -> anyhow::Result<()> {
             identities.push_str(&format!("tokens_sha256 = [\"{hash}\"]\n"));
         }
     }
-    // A server calls others for the shards that move to it.
+    // A server fetches the shards that move to it from other servers, so it needs a client's certificate.
     authority.issue_into(&server, &Subject::Client(SERVER), args.days)?;
     identities.push_str(&format!(
         "\n# fetches shards from other servers\n[[identity]]\nname = \"{SERVER}\"\nroles = [\"worker\"]\njobs = [\"*\"]\n"
@@ -170,7 +170,7 @@ fn issue(args: &IssueArgs, out: Output) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the hosts, with the names of the server's host for processes on it.
+/// Returns the hosts, and the names by which processes on the server's own host dial the server.
 fn with_localhost(hosts: &[String]) -> Vec<String> {
     let (v4, v6) = (IpAddr::from(Ipv4Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST));
     let mut all = hosts.to_vec();

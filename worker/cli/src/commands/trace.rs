@@ -63,7 +63,7 @@ type Shared = Arc<Mutex<Option<Out>>>;
 
 struct Out {
     file: BufWriter<File>,
-    /// Stands before the next event.
+    /// Text to write before the next event: none before the first, then a comma.
     separator: &'static str,
 }
 
@@ -125,7 +125,7 @@ impl Stages {
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(Out { file, separator }) = &mut *out else { return };
         let mut put = |event: Value| {
-            // A full drive shows when the file is completed.
+            // An error, as of a full drive, shows when the file is completed.
             let _ = write!(file, "{separator}{event}");
             *separator = ",\n";
         };

@@ -21,7 +21,7 @@ pub(super) fn own(credentials: &Credentials) -> Option<Finding> {
     Some(judge("TLS folder", "its certificate", credentials.expires()?, OWN))
 }
 
-/// Checks the certificate that a server shows. The client has already verified it.
+/// Checks how long a server's certificate stays valid. The client has already verified the certificate.
 pub(super) async fn of_server(
     what: &str,
     host_and_port: &str,
@@ -55,7 +55,7 @@ fn judge(name: &str, it: &str, expires: SystemTime, remedy: &str) -> Finding {
     }
 }
 
-/// Formats whole days, so that no reader counts on a part of one.
+/// Formats whole days, so that no reader counts on a part of a day.
 fn days(time: Duration) -> String {
     match time.as_secs() / DAY_SECONDS {
         0 => "less than a day".into(),

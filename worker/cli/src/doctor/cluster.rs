@@ -28,9 +28,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const CLOCKS_APART: Duration = Duration::from_secs(5);
 /// Samples of the round trip, of which the median counts.
 const CALLS: usize = 21;
-/// Servers with a longer round trip are not in the same place.
+/// Longest round trip without a warning: with a longer one, server and host are not in one place.
 const FAR: Duration = Duration::from_millis(5);
-/// GB/s below which a link is slower than 1 Gbit/s.
+/// Speed in GB/s below which a link gets a warning: about the speed of a network of 1 Gbit/s.
 const SLOW: f64 = 0.1;
 /// A server with a larger part of its memory reserved has hardly room for another job.
 const NEARLY_ALL: f64 = 0.95;
@@ -259,7 +259,7 @@ async fn round_trip(admin: &mut AdminClient<Channel>, address: &str, what: &str)
     )
 }
 
-/// Pushes and pulls through a job of its own, and deletes it.
+/// Measures pushes and pulls with a new job, and deletes the job.
 fn speed(address: &str, access: &Access) -> Finding {
     let what = format!("server {address} speed");
     match probe::link(&[address.to_string()], access) {

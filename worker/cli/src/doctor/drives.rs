@@ -7,7 +7,7 @@ use rustix::fs::{Mode, OFlags, open, statvfs};
 use super::{Finding, Grade, bad, good, warning};
 use crate::{bench::storage, sizes::human};
 
-/// A folder with less room takes no job.
+/// A folder with fewer free bytes takes no job.
 const LEAST_BYTES: u64 = 256 << 20;
 /// The free part below which a drive counts as nearly full.
 const LITTLE: f64 = 0.05;
@@ -18,8 +18,8 @@ const TAKEN_BYTES: u64 = 24 * PARAMS;
 const ROUNDS: u64 = 3;
 /// GB/s, reads and writes together, below which a drive is slower than a SATA SSD.
 const SLOW: f64 = 0.4;
-/// Shards are dealt to all directories alike. The others wait for a drive that is slower than the fastest by this
-/// factor.
+/// Part of the fastest drive's speed below which a drive gets a warning. Shards are dealt to all directories alike, so
+/// faster drives wait for a slow one.
 const BEHIND: f64 = 0.5;
 
 pub(super) fn free_bytes(dir: &Path) -> rustix::io::Result<u64> {

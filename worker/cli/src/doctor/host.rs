@@ -16,7 +16,8 @@ use rustix::{
 use super::{Finding, bad, drives::free_bytes, good, warning};
 use crate::sizes::human;
 
-/// Enough descriptors. A rank has 3 connections to each server by default, so this serves some hundreds.
+/// Number of descriptors that is enough. A rank has 3 connections to each server by default, so a server serves some
+/// hundreds of ranks.
 const DESCRIPTORS: u64 = 4096;
 const TMPFS: &str = "/dev/shm";
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -110,7 +111,7 @@ fn io_uring() -> Finding {
     const WHAT: &str = "io_uring";
     let folder = match tempfile::tempdir() {
         Ok(folder) => folder,
-        // For example a container with a read-only root.
+        // No temporary folder can be written, as in a container with a read-only root.
         Err(error) => {
             return warning(
                 WHAT,

@@ -27,7 +27,7 @@ pub(super) struct Files {
     draft: Draft,
     files: Vec<File>,
     names: Vec<String>,
-    /// In the order of the flat space.
+    /// Places of the parameters' values, in the order of the flat space.
     extents: Vec<Extent>,
     index: serde_json::Value,
     dtype: Dtype,
@@ -115,7 +115,7 @@ impl Files {
             let value = format!("{name} (its header: {error})");
             Fault::new(FaultKind::Invalid, "out", value, "a safetensors file", remedy)
         };
-        // Hugging Face's loaders demand this entry. No entry is added: the order of several entries would vary.
+        // Hugging Face's loaders demand this entry. No other entry is added: the order of several entries would vary.
         let about = HashMap::from([("format".to_string(), "pt".to_string())]);
         let header = Metadata::new(Some(about), tensors).map_err(|error| refused(&error))?;
         let mut header = serde_json::to_vec(&header).map_err(|error| refused(&error))?;

@@ -33,7 +33,7 @@ pub(crate) const MAX_FILE_BYTES: u64 = 5 << 30;
 pub(crate) struct Settings {
     pub(crate) job: String,
     pub(crate) out: PathBuf,
-    /// Element type to which the master weights are rounded. None: that of the images, which the model has.
+    /// Element type to which the master weights are rounded. None means the type of the job's images.
     pub(crate) dtype: Option<Dtype>,
     pub(crate) max_file_bytes: u64,
     /// The longest wait for a version that all servers can export.

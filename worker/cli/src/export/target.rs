@@ -27,13 +27,14 @@ pub(super) struct Draft {
     folder: tempfile::TempDir,
 }
 
-/// Folders of this process's drafts. A signal ends the process without drops.
+/// Folders of this process's drafts. A signal ends the process without dropping the drafts, so the handler removes them
+/// by this list.
 static DRAFTS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// Removes the drafts of this process, which a signal ends.
 pub(crate) fn remove_drafts() {
     for draft in DRAFTS.lock().unwrap_or_else(PoisonError::into_inner).iter() {
-        // A published draft is at its target, and its name is free.
+        // A published draft has moved to its target, so no folder has the draft's name.
         let _ = fs::remove_dir_all(draft);
     }
 }
@@ -77,7 +78,7 @@ impl Target {
     pub(super) fn draft(mut self) -> Result<Draft, Fault> {
         self.holds_export()?;
         if let Ok(folder) = fs::canonicalize(&self.folder) {
-            // The present folder, `.`, has no other name to be replaced by.
+            // A rename cannot replace the path `.`, so the folder's own path is used.
             self.folder = folder;
         }
         let parent = self.parent();
@@ -94,7 +95,8 @@ impl Target {
         parent.unwrap_or(Path::new("."))
     }
 
-    /// Moves the draft to the target in one operation. At any time either the earlier export or this one is there, complete.
+    /// Moves the draft to the target in one operation. At any time either the earlier or the new export is there,
+    /// complete.
     fn take(&self, draft: tempfile::TempDir) -> Result<(), Fault> {
         if self.holds_export()? {
             // After the exchange the draft's name leads to the earlier export, which is removed with the draft.

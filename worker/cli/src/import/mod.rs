@@ -20,7 +20,7 @@ use serde_json::json;
 use self::tensors::{Files, Kind, Place, Tensor};
 use crate::{access::ServersArgs, output::Output, progress::Progress, servers::Servers, sizes::human};
 
-/// Misfits that an error lists.
+/// Largest number of misfits that an error lists.
 const LISTED: usize = 5;
 
 #[derive(clap::Args)]
@@ -87,7 +87,7 @@ fn fill(servers: &Servers, args: &Args, out: Output) -> anyhow::Result<Imported>
 /// Weights in files, as the filling of a new job.
 struct Weights {
     files: Files,
-    /// By parameter.
+    /// The place of each parameter's values.
     places: Vec<Place>,
     progress: Progress,
 }

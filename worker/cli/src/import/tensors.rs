@@ -21,7 +21,7 @@ const SINGLE: &str = "model.safetensors";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Float(Dtype),
-    /// A type that no weights have, by the file's own name.
+    /// A type that no weights have, by its name in the file.
     Other(String),
 }
 

@@ -40,7 +40,7 @@ pub(crate) const WIDTH: u64 = 2;
 /// Bytes of a block's activations per token and element of its width, in 16 bits and with fused attention. From
 /// Korthikanti et al. (2022), equation 1, without the attention matrix, which fused kernels do not keep.
 const INSIDE: u64 = 34;
-/// Logits and their gradient, both in fp32.
+/// Bytes per token of the batch and entry of the vocabulary: a logit and its gradient, both in fp32.
 const LOGITS: u64 = 8;
 
 impl Peak {
@@ -104,7 +104,7 @@ pub(crate) fn largest(device: u64, vocabulary: u64, work: &Workload, stage: Stag
     let fits =
         |layers: u64| Peak::of(&Model::transformer_of(layers, vocabulary), work, stage).total() <= device;
     let mut largest = 0;
-    // Ten thousand layers of width 1.28 M are 2e17 elements.
+    // The search covers up to 16,383 layers. Ten thousand layers, of width 1.28 M, have 2e17 elements already.
     let mut step = 8192;
     while step > 0 {
         if fits(largest + step) {

@@ -109,8 +109,8 @@ impl Model {
     }
 }
 
-/// Returns the elements of these tensors. A file from elsewhere may claim any shape, so the sum saturates, and the job's
-/// limit then refuses it.
+/// Returns the number of elements of all `tensors`. A file from elsewhere may claim any shape, so the sum saturates,
+/// and the job's limit then refuses it.
 fn sum(tensors: &[Tensor]) -> u64 {
     tensors.iter().fold(0, |sum, tensor| sum.saturating_add(tensor.elements()))
 }

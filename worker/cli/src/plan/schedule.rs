@@ -70,12 +70,12 @@ pub(crate) struct Run {
 pub(crate) struct Traffic {
     pub(crate) push: f64,
     pub(crate) pull: f64,
-    /// From all GPUs to a server, and back.
+    /// Bytes from all GPUs to a server (`server_in`), and back (`server_out`).
     pub(crate) server_in: f64,
     pub(crate) server_out: f64,
-    /// From a GPU to the other GPUs, and as much back.
+    /// Bytes from a GPU to the other GPUs. As many come back.
     pub(crate) fabric: f64,
-    /// From a GPU to its host, and back.
+    /// Bytes from a GPU to its host. As many come back.
     pub(crate) activations: f64,
 }
 
@@ -118,8 +118,8 @@ impl Step {
     }
 }
 
-/// Steps before the step that counts. A delayed step depends on the two before, so the fourth is like all that
-/// follow.
+/// Number of steps before the step that counts. A delayed step depends on the two before, so from the fourth on all
+/// steps are alike.
 const WARM_STEPS: usize = 4;
 #[derive(Default)]
 struct OfRank {
@@ -143,11 +143,11 @@ struct Simulation<'a> {
     rank: OfRank,
     groups: Vec<OfGroup>,
     parts: Vec<Vec<Part>>,
-    /// The time when a version becomes readable, by unit. Stage 3 reads on the servers, stage 2 on the device.
+    /// For each unit, the time from which a version is readable. Stage 3 reads on the servers, stage 2 on the device.
     /// `newest` is the version of the last step, `older` the version before.
     newest: Vec<f64>,
     older: Vec<f64>,
-    /// Unit and end of each use, and the end of the last use.
+    /// `used` and `uses` have the unit and the end of each use, `computed_at` has the end of the last use.
     used: Vec<usize>,
     uses: Vec<f64>,
     computed_at: f64,
@@ -195,7 +195,7 @@ impl Run {
         }
     }
 
-    /// Bytes that one rank exchanges with the servers for this many elements, in one direction.
+    /// Bytes that one rank exchanges with the servers for `elements` elements, in one direction.
     fn rank_bytes(&self, elements: f64) -> f64 {
         elements * self.width / if self.sliced { self.gpus } else { 1.0 }
     }
@@ -236,7 +236,7 @@ impl Run {
         self.fitting(self.units.iter().rev().map(|unit| unit.elements))
     }
 
-    /// Returns how many of these units fit, one after the other.
+    /// Returns how many units of the given sizes fit, from the first one on.
     fn fitting(&self, elements: impl Iterator<Item = f64>) -> usize {
         let sums = elements.scan(0.0, |sum, elements| {
             *sum += elements;
@@ -310,8 +310,8 @@ impl<'a> Simulation<'a> {
         of_server * self.run.servers / self.groups.len() as f64
     }
 
-    /// Returns two times on links to all ranks. The group's link carries the part, and a single server's link carries
-    /// its longest shard.
+    /// Returns two transfer times to or from all ranks. The first is the part's on its group's link, the second its
+    /// longest shard's on one server's link.
     fn transfer_s(&self, part: &Part, share: f64) -> (f64, f64) {
         let all_ranks = |elements: f64| self.run.rank_bytes(elements * share) * self.run.gpus;
         (
@@ -364,7 +364,7 @@ impl<'a> Simulation<'a> {
         let units = self.run.units.len();
         let mut received_at = 0.0f64;
         for micro_step in 0..self.run.micro_steps {
-            // Times at which each unit's activations have left. The device has room for those of two units.
+            // Times at which each unit's activations have left. The device has room for the activations of two units.
             let mut left = Vec::with_capacity(units);
             for unit in 0..units {
                 let is_pulled = self.run.pulls_for_forward(micro_step, unit);
@@ -423,7 +423,8 @@ impl<'a> Simulation<'a> {
         let on_link = self.run.rank_bytes(elements * trained) / self.hardware.link;
         let left_rank = self.rank.push.take(reduced, on_link);
         let contributions = if self.run.sliced { 1.0 } else { self.run.gpus };
-        // A single contribution is written as it arrives. Several are read again and added up in fp32.
+        // A single contribution is only written as it arrives. Several contributions are also read again and added up
+        // in fp32.
         let is_lone = contributions == 1.0 && self.run.micro_steps == 1;
         let sums = if is_lone {
             0.0
@@ -486,7 +487,7 @@ pub(crate) fn enough_servers(run: &Run, hardware: &Hardware, most: u32) -> u32 {
     let wall_s = |servers: u32| Run { servers: f64::from(servers), ..run.clone() }.step(hardware).wall_s;
     let longest = wall_s(most) * 1.01;
     // Twice the servers never make a step longer. A single server more may, if shards are then dealt unevenly. A few
-    // servers are tried first: their groups are few, so that they are simulated in a fraction of the time.
+    // servers are tried first: their groups are few, so their simulation takes a fraction of the time.
     let (mut low, mut high) = (1, 1);
     while high < most && wall_s(high) > longest {
         (low, high) = (high + 1, (2 * high).min(most));

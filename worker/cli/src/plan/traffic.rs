@@ -32,7 +32,8 @@ pub(crate) struct DriveTraffic {
 }
 
 impl DriveTraffic {
-    /// Returns the traffic of a server that owns these shards. Writes come from the servers' own arithmetic.
+    /// Returns the traffic of a server that owns the shards `owned`. Numbers of written bytes come from the servers'
+    /// own arithmetic.
     pub(crate) fn of(spec: &JobSpec, layout: &Layout, owned: &[ShardId], storage: &Storage) -> DriveTraffic {
         let trained = owned.iter().filter(|&&shard| !layout.is_frozen(shard));
         let trained = trained.map(|&shard| layout.shard_len(shard)).sum::<u64>() as f64;
@@ -48,7 +49,7 @@ impl DriveTraffic {
         let images = if spilled { image * trained / elements } else { 0.0 };
         let gradients = all - written(Spill::State) - images;
         DriveTraffic {
-            // State and gradients are read as often as they are written, and images at a pull.
+            // State and gradients are read as often as they are written. Images are read only at a pull.
             update: 2.0 * all - gradients - images,
             gradients,
             pull: if storage.spills(spec) { image } else { 0.0 },

@@ -25,7 +25,7 @@ const KEYS: [&str; 6] = [
 pub(super) struct Chosen {
     pub(super) job: usize,
     pub(super) scrolled: usize,
-    /// Keys are shown in place of the job.
+    /// True if the keys are shown in place of the job.
     pub(super) help: bool,
 }
 
@@ -112,7 +112,7 @@ fn bar(share: f64) -> String {
     format!("[{}{}]", "#".repeat(full), "-".repeat(BAR - full))
 }
 
-/// Returns the jobs' names. The chosen one is reversed also where NO_COLOR forbids other styles.
+/// Returns the jobs' names. The chosen job's name is reversed, even if NO_COLOR forbids other styles.
 fn tab_line(view: &View, at: usize) -> String {
     let style = |index| if index == at { Style::new().reverse().force_styling(true) } else { Style::new() };
     let tab = |(index, job): (usize, &JobView)| styled(style(index), &format!(" {} ", job.job));

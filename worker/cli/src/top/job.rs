@@ -11,11 +11,11 @@ use super::{
 };
 use crate::servers::{Answers, standing};
 
-/// Steps kept of a job, as many as on the servers.
+/// Number of steps kept of a job, as many as on the servers.
 const KEPT: usize = 512;
-/// Looks over which rates are taken.
+/// Number of looks over which rates are taken.
 const LOOKS: usize = 6;
-/// Steps over which the mean time of a step is taken.
+/// Number of steps over which the mean time of a step is taken.
 const MEAN_OF: usize = 64;
 
 /// Returns the view of a job. `now_ms` is by the servers' clock, `at` by this host's.
@@ -56,8 +56,8 @@ pub(crate) fn job_view(
     let [pushed_per_s, pulled_per_s, update_per_s] = known.rates();
     let times: Vec<f64> = known.steps.iter().rev().filter_map(|step| step.seconds).take(MEAN_OF).collect();
     let mean = times.iter().sum::<f64>() / times.len() as f64;
-    // A server that lacks a shard's state explains why others lack gradients. A server that lacks a gradient explains
-    // why others lack the decision.
+    // Causes are shown before their effects: first a shard's missing state, then a missing gradient, then a missing
+    // decision.
     let waits = there.iter().map(|(_, answer)| &answer.waiting_for).filter(|waits| !waits.is_empty());
     let waiting =
         waits.min_by_key(|waits| (!waits.starts_with(STATE_AWAITED), waits.starts_with(DECISION_AWAITED)));
@@ -148,8 +148,8 @@ pub(crate) struct Known {
 #[derive(Clone, Copy)]
 struct Counters {
     at: Instant,
-    /// Servers that answered, and the bytes of an update on all of them. Sums over other servers or other shards are
-    /// not compared.
+    /// Servers that answered, and the bytes of an update on all of them. Only sums over the same servers and shards are
+    /// compared.
     of: (usize, u64),
     pushed: u64,
     pulled: u64,
@@ -162,7 +162,7 @@ impl Known {
         self.steps.back().map_or(0, |step| step.step)
     }
 
-    /// Adds new steps. A step that was taken back and decided again replaces the first one.
+    /// Adds new steps. A step that was taken back and decided again replaces its earlier record.
     fn note(&mut self, steps: &[v1::DecidedStep], version: u64) {
         let first = steps.first().map_or(u64::MAX, |step| step.step);
         self.steps.retain(|step| step.step < first && step.step <= version);

@@ -32,7 +32,7 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
         return watch(poller);
     }
     let view = poller.look()?;
-    // A frame without any server would say that there are no jobs.
+    // If no server answers, a frame would claim that there are no jobs, so the command fails.
     let silent: Silent = view
         .servers
         .iter()

@@ -25,7 +25,7 @@ use crate::train::{LastWords, Part, Stop};
 
 /// The period of looks at the servers.
 const PERIOD: Duration = Duration::from_secs(1);
-/// The longest wait for keys before the next frame. A change of the window's size shows that late at most.
+/// The longest wait for keys before the next frame. So a change of the window's size shows after 50 ms at most.
 const KEYS: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 /// Width and height of a frame without a terminal.
 const SIZE: (usize, usize) = (80, 24);
@@ -87,7 +87,8 @@ pub(crate) fn watch(mut poller: Poller) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Writes a frame. Each line is cleared before its text: after it, a full line would lose its last letter.
+/// Writes a frame. Each line is cleared before its text is written. If it were cleared afterwards, a full line would
+/// lose its last letter.
 fn show<'a>(lines: impl Iterator<Item = &'a String>) -> io::Result<()> {
     let lines: Vec<String> = lines.map(|line| format!("\x1b[2K{line}")).collect();
     let mut out = io::stdout().lock();
@@ -95,7 +96,7 @@ fn show<'a>(lines: impl Iterator<Item = &'a String>) -> io::Result<()> {
     out.flush()
 }
 
-/// The terminal in raw mode, on its alternate screen. Drop gives it back.
+/// The terminal in raw mode, on its alternate screen. Dropping the value restores the terminal.
 struct Screen(Termios);
 
 impl Screen {
@@ -139,7 +140,7 @@ impl Drop for Screen {
     }
 }
 
-/// Restores the terminal; one that is gone needs no more.
+/// Restores the terminal. Errors are ignored, since a terminal that is gone needs no restoring.
 fn give_back(settings: &Termios) {
     let _ = write!(io::stdout(), "{GIVE_BACK}").and_then(|()| io::stdout().flush());
     let _ = tcsetattr(io::stdout(), OptionalActions::Now, settings);

@@ -41,7 +41,7 @@ pub(super) fn troubles(view: &JobView, answers: &Answers<v1::DescribeResponse>, 
     if let Some(moves) = view.moves.as_ref().filter(|moves| !moves.obstacle.is_empty()) {
         say(format!("shards cannot move yet: {}", moves.obstacle), "");
     }
-    // All servers pause for one reason.
+    // All servers pause for one reason, so the first reason found is shown.
     let reason = |answer: &v1::DescribeResponse| Some(answer.progress.as_ref()?.pause_reason.clone());
     let mut reasons = answers.iter().filter_map(|(_, answer)| reason(answer.as_ref().ok()?));
     if let Some(reason) = reasons.find(|reason| !reason.is_empty()) {

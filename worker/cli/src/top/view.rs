@@ -79,7 +79,7 @@ pub(crate) struct MovesView {
     pub(crate) awaited_shards: u32,
     /// Bytes that servers have fetched since the job was opened on them.
     pub(crate) fetched_bytes: u64,
-    /// Why nothing moves. Empty: nothing is in the way.
+    /// Reason why nothing moves. Empty if nothing is in the way.
     pub(crate) obstacle: String,
 }
 

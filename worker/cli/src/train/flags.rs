@@ -201,11 +201,13 @@ pub(crate) enum Accumulator {
     Worker,
 }
 
-/// A larger number of sequences or of batches is a typing error. Products with it fit in 64 bits.
+/// Largest number of sequences or of batches. A larger number is a typing error, and products with this one fit in 64
+/// bits.
 const MOST_SEQUENCES: usize = 1 << 16;
 /// Adam's second beta, as is usual for GPTs.
 const BETA2: f64 = 0.95;
-/// The variable of --tls-dir. A user who sets it for all commands may train on an embedded server too.
+/// The variable of --tls-dir. With an embedded server the flag is an error. The variable is none, since a user may set
+/// it for all commands.
 const TLS_DIR: &str = "LONGSHORE_TLS_DIR";
 
 impl Flags {
@@ -234,7 +236,7 @@ impl Flags {
         self.device_budget.map(|size| size.0)
     }
 
-    /// Returns the checkpoint to go back to if servers lack the job. With None such a job starts afresh.
+    /// Returns the checkpoint to go back to if servers lack the job. None if such a job starts afresh.
     pub(super) fn go_back(&self) -> Option<GoBack> {
         let checkpoint = self.resume_from.clone();
         let goes_back = self.resume || checkpoint.is_some();
@@ -337,7 +339,7 @@ impl Flags {
         Ok(())
     }
 
-    /// Checks the storage of an embedded server. Its state outlives it only in a folder that the user names.
+    /// Checks the storage of an embedded server. State outlives such a server only in a folder that the user names.
     fn check_folders(&self) -> Result<(), Fault> {
         let lifetime = self.tier.properties().lifetime;
         let folders = [

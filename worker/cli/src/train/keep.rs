@@ -22,7 +22,7 @@ pub(super) struct Keeper<'a> {
     embedded: bool,
     /// The newest checkpoint of this run.
     last: Option<(String, Version)>,
-    /// Checkpoints that failed since `last`.
+    /// Number of checkpoints that failed since `last`.
     failures: u32,
     /// After a failed checkpoint: the step after which the next one is tried.
     retry_at: u64,
@@ -39,8 +39,8 @@ impl<'a> Keeper<'a> {
             || self.embedded && self.settings.flags.checkpoint_dir.is_some()
     }
 
-    /// Checks that the checkpoints and the export could be written now. A run with steps behind it goes on
-    /// without.
+    /// Checks that the checkpoints and the export could be written now. A run that has made steps goes on even if no
+    /// checkpoint could be written.
     pub(super) fn check(&self, session: &Session, version: Version, report: &Report) -> anyhow::Result<()> {
         if let Some(dir) = &self.settings.flags.export {
             export::check_target(dir).context("the weights could not be exported at the end")?;
@@ -163,7 +163,7 @@ impl<'a> Keeper<'a> {
             shown: self.settings.out,
         };
         let access = if self.embedded { Access::default() } else { self.settings.flags.access.clone() };
-        // The job may have left servers that were named, and be on others.
+        // The job may have left servers that the flag names, and be on other servers.
         let servers =
             Servers::reach(self.servers, &access).and_then(|(of, _)| of.with_members(&settings.job, &access));
         let exported = servers.and_then(|servers| export::run(&servers, &settings)).with_context(|| {
@@ -246,8 +246,8 @@ impl<'a> Keeper<'a> {
     }
 }
 
-/// Names the job's present servers where the job has left servers of this run's flag, or has others besides. A command
-/// with the flag as it was might open the job anew.
+/// Names the job's present servers, if they differ from the servers of this run's flag. A command with the old flag
+/// might open the job anew.
 fn moved_to(session: &Session, named: &[String]) -> String {
     let present = session.servers();
     let is_same = present.iter().collect::<BTreeSet<_>>() == named.iter().collect();

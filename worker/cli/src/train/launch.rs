@@ -24,7 +24,7 @@ const POLL: Duration = Duration::from_millis(100);
 
 /// Trains to the end.
 pub fn run(settings: &Settings) -> anyhow::Result<()> {
-    // Rayon's threads start below, and inherit the mode.
+    // Rayon's threads start below, and inherit this floating-point mode.
     let _standard = Standard::enter();
     let embedded = settings.flags.servers.is_empty().then(|| embed(settings)).transpose()?;
     let servers = match &embedded {
@@ -59,12 +59,12 @@ fn embed(settings: &Settings) -> anyhow::Result<Embedded> {
     Ok(embedded)
 }
 
-/// Starts a process for each rank, with this process's own arguments. The first failure ends the others.
+/// Starts a process for each rank, with this process's own arguments. The first failure ends the other ranks.
 fn start_ranks(settings: &Settings, servers: &[String]) -> anyhow::Result<()> {
     let embedded = settings.flags.servers.is_empty();
     let (failed, at_once) = (if embedded { OWN_SERVER } else { OTHERS_SERVERS }, cut_off(settings, embedded));
-    // From here on this process ends only with its ranks, or at a second signal. A rank ends at a first signal
-    // until it catches signals, and at a second one.
+    // From here on this process ends only with its ranks, or at a second signal. A rank's process ends at a second
+    // signal, or at the first one if it does not catch signals yet.
     let stop = Stop::catch(Part::Starts, LastWords::default())?;
     let mut ranks = Ranks(Vec::new());
     for rank in 0..settings.flags.world_size {
@@ -95,7 +95,7 @@ struct Left<'a> {
     at_once: &'a str,
 }
 
-/// The ranks' processes. Dropping them kills them, so that no rank outlives a failed run.
+/// The ranks' processes. Dropping the value kills the processes, so that no rank outlives a failed run.
 struct Ranks(Vec<Option<Child>>);
 
 impl Ranks {

@@ -40,7 +40,8 @@ struct Run<'a> {
     layout: Layout,
     device: Arc<dyn Device>,
     rank: u32,
-    /// A run that starts over never replaces a process that has taken the rank meanwhile.
+    /// Shared by all sessions of this run. So a run that starts over never replaces a process that has taken the rank
+    /// meanwhile.
     process: Process,
     stop: Stop,
 }
@@ -132,7 +133,7 @@ impl<'a> Run<'a> {
             first_step: joined.version.0 + 1,
             device: self.device.name(),
         });
-        // From here on other ranks see this process, however long it evaluates.
+        // The pipeline's watch shows this process to other ranks from here on, however long it evaluates.
         let mut pipeline = Pipeline::new(session, &joined, settings.pipeline_options()?)?;
         let first_loss = self.evaluate_at(&pipeline, joined.version, &mut memory, report)?;
         self.check_resumed(&pipeline, report);
@@ -144,7 +145,7 @@ impl<'a> Run<'a> {
             self.step(&mut pipeline, &mut memory, report)?;
             self.after_step(&mut pipeline, &mut memory, &mut keeper, report)?;
         }
-        // After the settle, the end reports and writes a version that stays.
+        // After the settle no crash takes the version back, so the end reports and writes a version that stays.
         let version = pipeline.settle()?;
         report.decided(pipeline.outcomes());
         let stopped = self.stop.asked().filter(|_| self.rank == 0 && version.0 < settings.flags.steps);
@@ -171,8 +172,8 @@ impl<'a> Run<'a> {
         self.rank == 0 && self.stop.asked().is_some()
     }
 
-    /// Returns the interrupt of rank 0's waits. A signal ends them while the job is paused, since no step can finish then.
-    /// The second part takes the session's question whether the job is paused.
+    /// Returns the interrupt of rank 0's waits. A signal ends them while the job is paused, since no step can finish
+    /// then. The second part takes the session's function that tells whether the job is paused.
     fn interrupt(&self) -> (Interrupt, Arc<OnceLock<Asks>>) {
         let paused: Arc<OnceLock<Asks>> = Arc::default();
         if self.rank != 0 {
@@ -240,7 +241,7 @@ impl<'a> Run<'a> {
                 Some(GoBack { checkpoint: how.checkpoint.or_else(|| Some(checkpoint.clone())), ..how })
             }
             Ok(Opened::Fresh) | Err(Error::StateLost(_)) => asked,
-            // The drive of a state folder is not mounted.
+            // A state folder cannot be used, as when its drive is not mounted.
             Err(Error::Call(failed))
                 if failed.fault.field == "state_dir"
                     && asked.as_ref().is_some_and(|how| how.discard_state) =>

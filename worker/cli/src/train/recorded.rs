@@ -66,7 +66,7 @@ pub(super) fn differences(before: &[u8], settings: &Settings, text: &str) -> Vec
     differing(&before, &of(settings, text)).into_iter().map(said).collect()
 }
 
-/// Refuses settings that differ from rank 0's in `state`: the batches of both make one gradient.
+/// Refuses settings that differ from rank 0's in `state`: batches of both ranks are summed into one gradient.
 pub(super) fn check_rank(rank: u32, state: &[u8], settings: &Settings, text: &str) -> anyhow::Result<()> {
     let Ok(of_rank_0) = serde_json::from_slice::<Value>(state) else { return Ok(()) };
     let Some([theirs, ours]) = differing(&of_rank_0, &of(settings, text)).into_iter().next() else {
@@ -85,7 +85,8 @@ fn differing(one: &Value, other: &Value) -> Vec<[String; 2]> {
     FLAGS.into_iter().filter_map(differs).collect()
 }
 
-/// Returns a setting in its flag's format. None if it means nothing, such as a delay's settings in an exact job.
+/// Returns a setting in its flag's format. None if the setting means nothing, such as a delay's settings in an exact
+/// job.
 fn given(state: &Value, place: &str) -> Option<String> {
     match (place, state.pointer(place)) {
         ("/delay/steps", None) => Some("0".into()),

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::output::Output;
 
-/// Flags of a run, with those that a check makes into another type.
+/// Flags of a run, and the checked values that are made of some flags.
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub(super) flags: Flags,
@@ -24,7 +24,7 @@ pub struct Settings {
     pub(super) out: Output,
 }
 
-/// Shards of a small model: enough to show streaming, and to give several servers some each.
+/// Number of shards of a small model: enough to show streaming, and to give each of several servers some.
 const SMALL_MODEL_SHARDS: u64 = 16;
 
 impl Settings {

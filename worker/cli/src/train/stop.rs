@@ -1,5 +1,6 @@
-//! Signals that end a run. The first lets the current step finish and the results be written; a second ends the
-//! process at once. Before the first step, and during an export by command, the first ends it at once.
+//! Signals that end a run. The first signal lets the current step finish and the results be written. A second signal
+//! ends the process at once. Before the first step, and during an export by command, the first signal ends the process
+//! at once.
 
 use std::{
     fmt,
@@ -20,15 +21,15 @@ pub(super) const SIGNALLED: i32 = 128;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
-    /// Rank 0: decides, so it ends the run. A second signal ends the process at once, and before the first step the first
-    /// one.
+    /// Rank 0, which decides and so ends the run. A second signal ends the process at once. Before the first step, the
+    /// first signal does.
     Decides,
-    /// Started the ranks' processes, and ends once they have.
+    /// The process that started the ranks' processes, and ends once they have ended.
     Starts,
-    /// Started with the other ranks, and ended with them after rank 0. The current step needs this process until
-    /// then.
+    /// A rank other than 0, started with the others and ended with them after rank 0. The current step needs this
+    /// process until then.
     Follows,
-    /// Exports by command. The first signal ends the process, and removes the unfinished files.
+    /// An export by command. The first signal ends the process, and removes the unfinished files.
     Exports,
 }
 

@@ -19,7 +19,7 @@ pub const CORPUS_BYTES_MAX: usize = 1 << 30;
 const CHUNK_BYTES: usize = 4096;
 /// The last of this many consecutive chunks is for validation.
 const CHUNKS_PER_SPLIT: usize = 10;
-/// The byte after each file's text, in which it cannot occur.
+/// The byte after each file's text. Text cannot contain this byte: files with it are skipped.
 const END_OF_FILE: u8 = 0;
 
 #[derive(Debug, thiserror::Error)]
@@ -254,8 +254,8 @@ fn is_lock_file(path: &Path) -> bool {
     name.ends_with(".lock") || ["package-lock.json", "pnpm-lock.yaml", "go.sum"].contains(&name.as_ref())
 }
 
-/// Returns the regular files at or below `path`, sorted. A folder is one corpus in any order of the file system.
-/// Hidden files, links and cache folders are skipped.
+/// Returns the regular files at or below `path`, sorted. So a folder is the same corpus in whatever order its file
+/// system lists the files. Hidden files, links and cache folders are skipped.
 fn list(path: &Path) -> Result<Vec<PathBuf>, Error> {
     match std::fs::metadata(path) {
         Ok(_) => {}

@@ -47,8 +47,8 @@ impl DeviceImages {
         Ok(DeviceImages { staging: Staging::new(device.clone()), device, layers })
     }
 
-    /// Forgets the layers' versions, so that each layer is copied again at its next use. Corrected images of a version
-    /// differ from those of its evaluation.
+    /// Forgets the layers' versions, so that each layer is copied again at its next use. Corrected images, which
+    /// delayed steps read, differ from the images of the same version that an evaluation reads.
     pub fn forget(&mut self) {
         self.layers.iter_mut().for_each(|layer| layer.version = None);
     }

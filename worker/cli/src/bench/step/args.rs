@@ -16,7 +16,7 @@ use crate::{
     sizes::parse_count,
 };
 
-/// An hour. A longer step is a typing error.
+/// Longest compute of a step, one hour. A longer time is a typing error.
 const MOST_COMPUTE_MS: f64 = 3_600_000.0;
 
 #[derive(clap::Args, Clone)]

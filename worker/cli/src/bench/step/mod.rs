@@ -31,7 +31,7 @@ pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let spec = args.spec()?;
     let hosts = Hosts::start(args)?;
     let measured = measure((args, out), &spec, &hosts);
-    // After an error, an unopened job needs no deletion.
+    // The measurement's error comes first: deleting a job that was not opened fails too.
     measured.and(hosts.clear(&spec))
 }
 

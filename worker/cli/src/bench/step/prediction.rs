@@ -9,7 +9,8 @@ use super::Args;
 use crate::plan::{DriveTraffic, Hardware, Run, Step, Unit};
 
 /// Returns the predicted step; None if the job is on drives of unknown speed. `compute_s` is a unit's compute in a
-/// micro-step. `wire` and `memory` are bytes a second, measured alone; the wire's are those of its slower direction.
+/// micro-step. `wire` and `memory` are bytes a second, each measured alone. `wire` is the speed of the slower
+/// direction.
 pub(super) fn predict(
     args: &Args,
     spec: &JobSpec,
@@ -22,8 +23,8 @@ pub(super) fn predict(
         None if run.drives.update > 0.0 => return Ok(None),
         None => f64::INFINITY,
     };
-    // In shared memory servers read gradients in place, and a worker maps images: the update's traffic already has
-    // both.
+    // In shared memory servers read gradients in place, and a worker maps images: the update's memory traffic already
+    // includes both.
     let is_mapped = args.transport() == Transport::Memfd;
     let alone_link = if is_mapped { f64::INFINITY } else { wire };
     let hardware = Hardware {

@@ -75,7 +75,7 @@ pub(super) fn run(
     for round in 0..=args.rounds {
         turns.wait();
         for _ in 0..args.steps {
-            // A failure is reported at the end, since others wait at the barrier.
+            // A failure is reported at the end, since the other ranks wait at the barrier for this one.
             let Some(pipeline) = pipeline.as_mut().filter(|_| failed.is_none()) else { continue };
             match step(args, pipeline) {
                 Ok(made) if round > 0 => measured.steps.push(made),
@@ -158,8 +158,8 @@ fn step(args: &Args, pipeline: &mut Pipeline) -> Result<Step> {
     drop(feed);
     pipeline.finish(Vec::new())?;
     let decided = Instant::now();
-    // Without compute, an exact step ends when the worker has all its weights. With compute, the next step's
-    // forward takes them shard by shard, and its waits are exposed there.
+    // Without compute, an exact step ends when the worker has all its weights. With compute, the next step's forward
+    // takes the weights shard by shard, and waits for them count as exposed there.
     if let Some(feed) = pipeline.upcoming().filter(|_| args.delay == 0 && args.compute_ms == 0.0) {
         (0..layers).try_for_each(|layer| feed.wait(layout.param_range(layer)))?;
     }

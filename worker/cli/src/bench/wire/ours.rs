@@ -60,11 +60,11 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
 /// Prefix of the name of a job that is opened on servers elsewhere.
 pub(crate) const JOB: &str = "bench-wire-";
 
-/// Bytes sent to servers elsewhere, which may be busy with jobs. The job takes twelve times as much of their
-/// memory.
+/// Bytes of a sample with servers elsewhere: few, since those servers may be busy with jobs. The job takes twelve times
+/// as much of their memory.
 const TO_BYTES: u64 = 64 << 20;
 
-/// Bytes transferred in a round: too many for a cache, and few enough for each round.
+/// Bytes of a sample with a server in this process: too many for a cache, few enough for many rounds.
 const BOTH_BYTES: u64 = 256 << 20;
 
 /// The longest wait for another measurement of this host and user.
@@ -99,8 +99,8 @@ fn turn() -> anyhow::Result<(String, File)> {
     }
 }
 
-/// A rank's session, and the gradient that it pushes again and again. The job has a fourth rank that never comes,
-/// so servers form no sum.
+/// A rank's session, and the gradient that it pushes again and again. The job's other ranks never come, so servers form
+/// no sum.
 pub(in crate::bench) struct BenchRank {
     probe: Probe,
     /// None for servers elsewhere.
@@ -114,7 +114,7 @@ fn spec(elements: u64) -> anyhow::Result<JobSpec> {
 }
 
 impl BenchRank {
-    /// Opens a job on a server of its own.
+    /// Opens a job on a new server in this process.
     pub(in crate::bench) fn alone(connections: usize, transport: Transport) -> anyhow::Result<BenchRank> {
         let host = Arc::new(Host::start(|_, defaults| Ok(defaults))?);
         let mut options = Options::new(vec![host.address(transport)], spec(BOTH_BYTES / 2)?, Rank(0));
@@ -161,8 +161,8 @@ impl BenchRank {
         Ok(sample)
     }
 
-    /// Pulls version 0 until all of it is in this rank's memory. In shared memory the weights stay on the server,
-    /// and this rank reads them once. So the rank has seen the bytes either way.
+    /// Pulls version 0 until all of it is in this rank's memory. In shared memory the weights stay on the server, and
+    /// this rank reads them once. So the rank has touched all bytes either way.
     pub(in crate::bench) fn pull(&mut self) -> anyhow::Result<Sample> {
         let whole = 0..self.probe.session().layout().elements();
         let mut sample = Sample::default();

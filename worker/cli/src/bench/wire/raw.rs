@@ -30,7 +30,7 @@ pub(super) fn cases(connections: usize, bytes: usize) -> anyhow::Result<Vec<Case
     ])
 }
 
-/// Returns the case of as many pairs of sockets.
+/// Returns the case of one pair of sockets for each connection.
 fn sockets<S: Write + Send + 'static, R: Read + Send + 'static>(
     name: &'static str,
     (connections, bytes): (usize, usize),

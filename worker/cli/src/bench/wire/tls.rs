@@ -18,7 +18,7 @@ const IDENTITY: &str = "bench";
 pub(super) const SERVER: &str = "server";
 pub(super) const WORKER: &str = "worker";
 
-/// Makes both folders, with certificates of a new authority.
+/// Makes the folders of a server and of a worker, with certificates of a new authority.
 pub(super) fn make(dir: &Path) -> anyhow::Result<()> {
     let authority = dir.join("authority");
     fs::create_dir(&authority)?;

@@ -45,7 +45,7 @@ struct Of {
     /// Number of units that stay resident from forward to backward at stage 3, and of all units.
     staying: (usize, usize),
     traffic: Traffic,
-    /// The step, and the fewest servers that do not slow it down.
+    /// The step, and the smallest number of servers that does not slow the step down.
     step: Option<(Step, u32)>,
 }
 
@@ -90,7 +90,7 @@ impl Plan {
             "--gpu-tflops is given, but nothing says how much this model computes: put its config.json beside it"
         );
         let vocabulary = model.transformer.map_or(VOCABULARY, |transformer| transformer.vocabulary);
-        // The transformer of --params only comes near their number.
+        // The transformer that stands for --params only comes near that number of parameters.
         let scale = job.parameters as f64 / model.elements() as f64;
         let stages = [Stage::Two, Stage::Three].map(|stage| {
             let flops = speeds.map_or(f64::INFINITY, |speeds| speeds.gpu_flops);
@@ -222,9 +222,9 @@ fn number(stage: Stage) -> u32 {
     }
 }
 
-/// Returns sizes and times of the units. A token takes 2 operations per element in forward and 4 in backward
-/// (Kaplan et al., 2020). Recomputing the forward pass in backward adds 2. Half of the 4 make the gradient of
-/// parameters, which frozen ones lack.
+/// Returns sizes and times of the units. A token takes 2 operations per element in forward and 4 in backward (Kaplan et
+/// al., 2020). Recomputing the forward pass in backward adds 2. Half of the 4 make the gradient of parameters, which
+/// frozen parameters lack.
 fn units(model: &Model, scale: f64, work: &Workload, flops: f64) -> Vec<Unit> {
     let tokens = (work.sequences * work.context) as f64;
     let active = model.active() as f64 / model.elements() as f64;
@@ -246,7 +246,7 @@ fn room(peak: &Peak, memory: Option<u64>) -> f64 {
 }
 
 /// The most bytes of gradients that a rank's host retains, and the event that frees them. Gradients of a step stay
-/// until all servers have its commit, or until it is durable on drives.
+/// until all servers have its commit, or on drives until the step is durable.
 ///
 /// A step begins once the version that it reads is decided: a delay adds a step. On drives a version is decided once the
 /// version before is durable: drives add another step.

@@ -97,7 +97,8 @@ impl Args {
         if (memory.is_none() && nvme.is_none()) || self.frozen() > 0 {
             return Ok(None);
         }
-        // Shards per server. All servers own the same number, so server 0 stands for all.
+        // Returns true if `each` shards fit on each server. All servers own the same number, so server 0 stands for
+        // all.
         let fits = |each: u64| -> anyhow::Result<bool> {
             let spec = self.spec_of(each * u64::from(self.servers) * self.shard_elements)?;
             let layout = spec.validate()?;
@@ -129,8 +130,8 @@ impl Args {
         self.world_size > 1 && self.hardware().has_fabric()
     }
 
-    /// Returns the partitions of `trained` tensors, and of the frozen ones behind them. Ranks that exchange slices
-    /// contribute to a part of the trained ones each.
+    /// Returns the partitions of `trained` tensors, and of the frozen tensors behind them. If ranks exchange slices,
+    /// each contributes to a part of the trained tensors.
     fn partitions(&self, trained: u64) -> anyhow::Result<Vec<Partition>> {
         let ranks = u64::from(self.world_size);
         let mut partitions = Vec::new();

@@ -19,7 +19,7 @@ use crate::{
 };
 
 pub(super) struct Plan {
-    /// Shards that move, and their state.
+    /// Number of shards that move, and the bytes of their state.
     pub(super) shards: usize,
     pub(super) bytes: u64,
     rows: Vec<Row>,
@@ -32,13 +32,13 @@ struct Row {
     then: Part,
     /// Memory that the server reserves before anything moves.
     takes: u64,
-    /// Memory that the server has for it. Unknown of a server that the job leaves.
+    /// Memory that the server has for the job. None for a server that the job leaves.
     free: Option<u64>,
-    /// Why a new server's file systems of the job's tier cannot take its shards.
+    /// Refusal of a new server whose file systems of the job's tier cannot take its shards.
     lacks: Option<Fault>,
 }
 
-/// A server's shards, and their state.
+/// Number of a server's shards, and the bytes of their state.
 #[derive(Clone, Copy, Default)]
 struct Part {
     shards: usize,
@@ -225,7 +225,7 @@ impl Part {
 }
 
 /// Returns the refusal of a server whose file systems have no room for its shards. A server without a folder for the
-/// tier has none. None for tier `memory`, where the bytes decide.
+/// tier has no room. None for tier `memory`, where the bytes decide.
 fn lacks(spec: &JobSpec, address: &str, room: usize) -> Option<Fault> {
     let (field, flag) = match spec.tier {
         TierKind::Memory => return None,
@@ -237,7 +237,7 @@ fn lacks(spec: &JobSpec, address: &str, room: usize) -> Option<Fault> {
     Some(Fault::new(FaultKind::Exhausted, field, value, "room for all shards that it would get", remedy))
 }
 
-/// Returns the bytes of these shards' state, which a move transfers.
+/// Returns the bytes of the state of `shards`, which a move transfers.
 fn state(spec: &JobSpec, layout: &Layout, shards: &[ShardId]) -> u64 {
     let whole = JobSpec { tier: TierKind::Memory, ..spec.clone() };
     Need::of(&whole, layout, shards, &Storage::default()).state
@@ -276,7 +276,7 @@ fn free(
     Ok(lists.into_iter().zip(described).map(free).collect())
 }
 
-/// Refuses a new address of a server that the job has under another one. Its shards would move to itself.
+/// Refuses a new address of a server that the job has under another address. The server's shards would move to itself.
 fn check_added(added: &[String], free: &BTreeMap<String, Free>, placement: &Placement) -> Result<(), Fault> {
     for address in added {
         let number = free.get(address).and_then(|of| of.number);

@@ -61,8 +61,8 @@ impl Found {
         bail!("{}{silent}", no_such_job(named, &jobs))
     }
 
-    /// Returns the answers of the servers that hold the job, and the reasons of the others. An operator needs a
-    /// status most when a server has restarted empty, cannot read its drives, or is stopped.
+    /// Returns the answers of the servers that hold the job, and for each other server why it does not. An operator
+    /// needs a status most when a server has restarted empty, cannot read its drives, or is stopped.
     pub(super) fn describe(&self, job: &str, with_steps: bool) -> (Answers, Silent) {
         let steps_after = with_steps.then_some(0);
         let request =
@@ -76,7 +76,8 @@ impl Found {
                 Err(fault) => without.push((address, reason(&fault))),
             }
         }
-        // A server that has left the job lacks nothing of it. Neither does a server beyond the number of shards.
+        // A server that has left the job lacks nothing, and is no trouble. Nor is a server beyond the number of shards,
+        // which owns nothing.
         let placements = answers.iter().filter_map(|(_, answer)| answer.placement.as_ref());
         if is_complete(answers.iter().map(|(_, answer)| answer)) {
             without.retain(|(_, reason)| reason != GONE);
@@ -142,7 +143,7 @@ pub(super) fn formats(answer: &v1::DescribeResponse) -> Option<Formats> {
     JobSpec::from_wire(answer.spec.clone()).ok().map(|spec| spec.formats)
 }
 
-/// Returns the state of a job on a server in a word, as the page and `top` have it.
+/// Returns the state of a job on a server in a word, as the status page and `top` show it.
 pub(super) fn phase(answer: &v1::DescribeResponse) -> &'static str {
     let progress = answer.progress.clone().unwrap_or_default();
     match progress.phase() {

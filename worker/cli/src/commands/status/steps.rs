@@ -8,7 +8,7 @@ const MEAN_OF: usize = 8;
 /// Returns the last `most` steps, oldest first.
 pub(super) fn steps(answer: &DescribeResponse, most: usize) -> Vec<serde_json::Value> {
     let known = &answer.steps;
-    // Speeds are of consecutive steps: a step that was taken back, or a restarted server, begins anew.
+    // Speeds span consecutive steps: after a step back or a server's restart they begin anew.
     let mut begin = 0;
     let all = known.iter().enumerate().map(|(at, step)| {
         if at > 0 && !follows(&known[at - 1], step) {
@@ -33,12 +33,13 @@ fn follows(before: &DecidedStep, step: &DecidedStep) -> bool {
 struct Speeds {
     pushed: Option<f64>,
     pulled: Option<f64>,
-    /// Host memory moved by updates, over their time.
+    /// Bytes of host memory that updates moved, per second of the updates' own time.
     updated: Option<f64>,
 }
 
 impl Speeds {
-    /// Returns the means from the first of these steps to the last. An update is done after its decision.
+    /// Returns the mean speeds from the first of `steps` to the last. A step is recorded at its decision, before its
+    /// update, so the last step's update does not count.
     fn over(steps: &[DecidedStep], update_bytes: u64) -> Speeds {
         let [first, .., last] = steps else { return Speeds { pushed: None, pulled: None, updated: None } };
         let spent: f64 = steps[1..].iter().filter_map(|step| step.seconds).sum();
@@ -108,7 +109,7 @@ mod tests {
     #[test]
     fn no_speed_goes_over_a_break() {
         let mut steps: Vec<DecidedStep> = (1..=4).map(step).collect();
-        // The server restarted, and its counters with it.
+        // The server restarted, so its counters begin anew.
         steps[2] = DecidedStep { seconds: None, pushed_bytes: 0, ..step(3) };
         steps[3] = DecidedStep { pushed_bytes: 700, skipped: true, ..step(4) };
         let all = said(steps, 512);

@@ -72,7 +72,7 @@ impl Line {
             after += 1;
         }
         let done_at = at + left;
-        // The gaps between these uses are full now, so all of them become one.
+        // The gaps between the uses from `first` to `after` are full now, so these uses become one.
         let began_at = self.used[first..after].first().map_or(ready_at, |&(start, _)| start.min(ready_at));
         self.used.splice(first..after, [(began_at, done_at)]);
         done_at

@@ -112,8 +112,8 @@ fn bias_gradient<T: Real>(dy: &Tensor<T>) -> Tensor<T> {
     Tensor::vector(rows::column_sums(dy.values(), dy.columns()))
 }
 
-/// Returns the gradients of a norm's input, gain and bias. The input's gradient includes that of the branch around
-/// the norm.
+/// Returns the gradients of a norm's input, gain and bias. The input's gradient includes the gradient of the branch
+/// around the norm.
 pub(super) fn norm_gradient<T: Real>(
     x: &Tensor<T>,
     gain: &Tensor<T>,

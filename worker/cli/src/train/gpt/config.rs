@@ -29,7 +29,7 @@ pub fn preset(name: &str) -> Option<Config> {
     PRESETS.iter().find(|(known, _)| *known == name).map(|(_, config)| *config)
 }
 
-/// A value beyond these is a typing error: the largest published dense models stay well below each.
+/// Largest sizes. A larger value is a typing error: the largest published dense models stay well below each limit.
 const CONTEXT_MAX: usize = 1 << 17;
 const WIDTH_MAX: usize = 1 << 15;
 const HEADS_MAX: usize = 256;

@@ -13,7 +13,7 @@ use super::{Config, ConfigError, VOCABULARY};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
     Decay,
-    /// Biases, norms and positions. Decay would pull these away from their neutral values.
+    /// Biases, norms and positions. Decay would pull such parameters away from their neutral values.
     NoDecay,
 }
 
@@ -71,8 +71,8 @@ impl Gpt {
         Ok(Gpt { config, params, stages, activation_budget_bytes: 0 })
     }
 
-    /// Lets the last blocks keep their activations for backward, within `bytes`, instead of computing them again.
-    /// The gradients have the same bits either way. The default, 0, keeps only the last block's.
+    /// Lets the last blocks keep their activations for backward, within `bytes`, instead of computing them again. The
+    /// gradients have the same bits either way. The default, 0, keeps only the activations of the last block.
     pub fn with_activation_budget(mut self, bytes: usize) -> Gpt {
         self.activation_budget_bytes = bytes;
         self

@@ -105,7 +105,7 @@ impl Real for f32 {
 }
 
 /// A slice as a matrix. The element (row, column) lies at `row * row_stride + column * column_stride`. For every row
-/// below `rows` and column below `columns`, that is inside the slice.
+/// below `rows` and column below `columns`, this place is inside the slice.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a, T> {
     values: &'a [T],
@@ -147,7 +147,7 @@ pub(super) fn multiply<T: Real>(left: Matrix<T>, right: Matrix<T>, out: &mut [T]
     assert_eq!(left.columns, right.rows, "the depths of a product");
     assert_eq!(out.len(), left.rows * right.columns, "the elements of a product");
     if right.columns > 1 {
-        // gemm's kernels write columns, so they compute the transposed product.
+        // gemm's kernels write columns, so the transposed product is computed.
         product(right.transposed(), left.transposed(), out, (right.columns, 1))
     } else {
         product(left, right, out, (1, 1))

@@ -10,7 +10,7 @@ use super::product::Real;
 
 /// Rows of a chunk: so many that handing a chunk to a thread costs little in comparison.
 const CHUNK_ROWS: usize = 32;
-/// Independent sums of a row, so that they vectorise without reassociating a single one.
+/// Number of independent sums of a row. So the compiler vectorises them without a change of order within any sum.
 const LANES: usize = 16;
 const NORM_EPSILON: f64 = 1e-5;
 
@@ -45,7 +45,7 @@ fn fill<T: Real>(rows: usize, width: usize, body: impl Fn(usize, &mut [T]) + Syn
     out
 }
 
-/// Same as [`fill`], and sums `totals` values over all rows.
+/// Fills as [`fill`] does, and sums `totals` values over all rows.
 fn fill_and_sum<T: Real>(
     rows: usize,
     width: usize,
@@ -90,7 +90,7 @@ pub(super) fn norm<T: Real>(x: &[T], gain: &[T], bias: &[T]) -> Vec<T> {
     })
 }
 
-/// Returns `residual` plus the gradient of `x`, and the gradients of gain and bias, one after the other.
+/// Returns `residual` plus the gradient of `x`, and then the gradients of gain and bias in one vector.
 pub(super) fn norm_backward<T: Real>(x: &[T], gain: &[T], dy: &[T], residual: &[T]) -> (Vec<T>, Vec<T>) {
     let width = gain.len();
     let share = T::from_f64(1.0 / width as f64);

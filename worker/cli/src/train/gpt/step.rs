@@ -49,7 +49,7 @@ pub fn evaluate(model: &Gpt, weights: &mut dyn Weights, batches: &[Batch]) -> Re
     Ok((total / bytes as f64) as f32)
 }
 
-/// A batch on its way through the stages. `T` is f64 only in tests that difference the loss.
+/// A batch on its way through the stages. `T` is f64 only in tests that compare gradients with differences of the loss.
 pub(super) struct Pass<'a, T> {
     model: &'a Gpt,
     weights: &'a mut dyn Weights<T>,
@@ -110,8 +110,8 @@ impl<'a, T: Real> Pass<'a, T> {
         Ok(loss)
     }
 
-    /// Keeps the activations of a block with `after` blocks behind it, if all of these fit the budget. The last
-    /// block's are always kept, since they are needed again at once.
+    /// Keeps the activations of a block with `after` blocks behind it, if the activations of all of them fit the
+    /// budget. The last block's activations are always kept, since backward needs them at once.
     fn keep(&self, kept: &mut Vec<Saved<T>>, saved: Saved<T>, after: usize) {
         if saved.bytes().saturating_mul(after + 1) <= self.model.activation_budget_bytes || after == 0 {
             kept.push(saved);
@@ -137,8 +137,8 @@ impl<'a, T: Real> Pass<'a, T> {
         self.with(stage, |weights| block::forward(x, weights, &shape))
     }
 
-    /// Calls `body` with a stage's borrowed weights, on a thread of rayon's pool. The many short parallel passes
-    /// then start without putting this thread to sleep and waking it for each.
+    /// Calls `body` with a stage's borrowed weights, on a thread of rayon's pool. On another thread, each of the many
+    /// short parallel passes would put the thread to sleep and wake it again.
     fn with<R: Send>(
         &mut self,
         stage: usize,

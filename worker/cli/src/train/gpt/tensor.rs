@@ -29,7 +29,7 @@ impl<T> Tensor<T> {
         Tensor::new([values.len()], values)
     }
 
-    /// Makes a tensor of this one's shape.
+    /// Makes a tensor of the same shape.
     pub(super) fn like<U>(&self, values: Vec<U>) -> Tensor<U> {
         Tensor::new(self.shape.as_slice(), values)
     }
