@@ -1,4 +1,4 @@
-//! Damaged messages of a client, and false claims about shared memory, harm that client alone.
+//! A client sends damaged messages, or makes false claims about shared memory. Only that client is harmed.
 
 use std::{fs, net::SocketAddr, os::fd::OwnedFd, os::unix::fs::FileExt, time::Duration};
 
@@ -35,7 +35,7 @@ async fn server() -> Server {
     let config = Config {
         memory: 1 << 30,
         threads: 1,
-        // Some tests leave a step begun.
+        // Some tests leave a step that no rank finishes.
         drain_deadline: Duration::from_millis(100),
         ..Config::default_on(SocketAddr::from(([127, 0, 0, 1], 0)))
     };
@@ -59,7 +59,7 @@ fn spec() -> v1::JobSpec {
     }
 }
 
-/// A client of a job of two ranks, both joined by incarnation 1. All weights are 1.
+/// Returns a client of a job of two ranks. Incarnation 1 of each rank has joined, and all weights are 1.0.
 async fn train(server: &Server) -> Client {
     let channel =
         Channel::from_shared(format!("http://{}", server.address())).unwrap().connect().await.unwrap();
@@ -94,7 +94,7 @@ fn memfd(name: &str, bytes: u64, seals: SealFlags) -> fs::File {
 
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
-/// The raw end of a link.
+/// A socket at the client's end of a link, without the worker library.
 struct Raw(Socket);
 
 impl Raw {
@@ -133,7 +133,7 @@ impl Raw {
 }
 
 impl Client {
-    /// Pushes a chunk. Returns whether the server already held it, or the fault.
+    /// Pushes a chunk. Returns true if the server already had the chunk, or the fault.
     async fn push(&mut self, request: PushRequest) -> Result<bool, longshore_proto::Fault> {
         let mut answers = self.tensors.push(tokio_stream::iter([request])).await.unwrap().into_inner();
         let result = answers.message().await.unwrap().unwrap().results.remove(0);
@@ -142,7 +142,7 @@ impl Client {
     }
 }
 
-/// Every element is 2.0 as bf16.
+/// Returns a gradient whose elements are all 2.0 in bf16.
 fn gradient() -> Vec<u8> {
     (0..ELEMENTS).flat_map(|_| 0x4000u16.to_le_bytes()).collect()
 }
@@ -185,7 +185,7 @@ async fn a_malformed_push_ends_its_stream_and_nothing_else() {
     assert_eq!(blamed(&mut client, &[1, 0, 0, 0, 0]).await, "message.compressed");
     assert_eq!(blamed(&mut client, &[0, 0x7F, 0, 0, 0]).await, "message");
     assert_eq!(blamed(&mut client, &[0, 0, 0, 0, 2, 0x0A, 0x7F]).await, "message");
-    // The head of a sound chunk comes with half of its payload, and its slot is free again.
+    // The head of a sound chunk comes with half of its payload. The chunk's slot must be free again afterwards.
     let piece = frame::encode_with(&chunk(0, None), gradient().into());
     let half = [&piece.head[..], &piece.payload[..BYTES as usize / 2]].concat();
     assert_eq!(blamed(&mut client, &half).await, "message");
@@ -221,7 +221,7 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
         (STALE, FaultKind::Precondition, MemfdPlace { link: link ^ 1, ..right }),
         ("push.place", FaultKind::Invalid, MemfdPlace { offset: BYTES + 2, lent: true, ..right }),
         ("payload", FaultKind::Invalid, MemfdPlace { bytes: BYTES - 2, lent: true, ..right }),
-        // The request promises a payload that was never written.
+        // The request names memory to which no payload was written.
         ("push.crc32", FaultKind::Corrupt, MemfdPlace { offset: 0, ..right }),
     ];
     for (field, kind, place) in lies {
@@ -236,7 +236,7 @@ async fn lies_are_refused_by_name_and_the_truth_after_them_is_taken() {
     let later = PushRequest { incarnation: 2, ..chunk(0, Some(right)) };
     assert!(client.push(later).await.is_err());
 
-    // No refused push counts: the same chunk is first new, then held, and its step ends right.
+    // Refused pushes did not count: the same chunk is new now, held at its repetition, and its step ends right.
     assert_eq!(client.push(chunk(0, Some(right))).await, Ok(false));
     assert_eq!(client.push(chunk(0, Some(right))).await, Ok(true));
     // From now on the worker may overwrite its memory.
@@ -259,22 +259,24 @@ async fn what_is_lent_is_used_where_it_lies_and_given_back() {
     let (raw, link, images) = Raw::hello(&client, 0).await;
     let (other, others_link, _) = Raw::hello(&client, 1).await;
     let place = MemfdPlace { link, memory: raw.pass(&file).await, offset: BYTES, bytes: BYTES, lent: true };
-    // A lent gradient has no checksum.
+    // A lent gradient has no checksum, so the number 7 does not matter.
     let lent = PushRequest { crc32: 7, ..chunk(0, Some(place)) };
     assert_eq!(client.push(lent.clone()).await, Ok(false));
     assert_eq!(client.push(lent).await, Ok(true));
-    // The same gradient may come in pieces, as after a broken link. A wrong checksum is still refused.
+    // After a broken link, the same gradient may come as a payload. Its checksum counts then, and a wrong one is
+    // refused.
     assert_eq!(client.push(PushRequest { payload: gradient().into(), ..chunk(0, None) }).await, Ok(true));
     let wrong = PushRequest { crc32: 7, payload: gradient().into(), ..chunk(0, None) };
     assert_eq!(client.push(wrong).await.unwrap_err().kind, FaultKind::Corrupt);
-    // The server reads a lent gradient when the last rank's gradient is there, not before.
+    // The server reads a lent gradient only once the last rank's gradient is there. A change of the bytes therefore
+    // counts.
     let threes: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x4040u16.to_le_bytes()).collect();
     file.write_all_at(&threes, BYTES).unwrap();
     let ones: Vec<u8> = (0..ELEMENTS).flat_map(|_| 0x3F80u16.to_le_bytes()).collect();
     let inline = PushRequest { crc32: crc32(&ones), payload: ones.into(), ..chunk(1, None) };
     assert_eq!(client.push(inline).await, Ok(false));
     step_and_read(&mut client, link, &images).await;
-    // The payload is given back, so the worker may end, and its memory with it.
+    // The server has given the lent memory back, so the worker may end and take the memory with it.
     drop((raw, other, others_link));
     server.drain().await.unwrap();
 }
@@ -291,7 +293,8 @@ fn pull(link: u64) -> PullRequest {
     }
 }
 
-/// Commits step 1 of SGD with lr 0.25 over the mean of two gradients of 2.0, and pulls the weights. Ones become 0.5.
+/// Commits step 1 of SGD with learning rate 0.25, and pulls the weights. The mean of two gradients of 2.0 turns weights
+/// of 1.0 into 0.5.
 async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
     let hyper = v1::Hyper { lr: 0.25, ..Default::default() };
     let commit = v1::Commit {
@@ -322,7 +325,7 @@ async fn step_and_read(client: &mut Client, link: u64, images: &Foreign) {
     images.source(place.at, bytes.len() as u64).copy_to(&mut bytes);
     assert!(bytes == stepped);
 
-    // A caller without a link of this job gets the same bytes.
+    // A caller without a link of this job gets the same bytes as payloads.
     let mut answers = client.tensors.pull(pull(0)).await.unwrap().into_inner();
     let mut sent = Vec::new();
     while let Some(answer) = answers.message().await.unwrap() {
@@ -392,8 +395,7 @@ async fn a_client_that_goes_leaves_nothing_mapped_and_a_new_one_replaces_it() {
     tokio::time::timeout(Duration::from_secs(10), gone).await.expect("unmapped");
     assert_eq!(client.push(chunk(0, Some(place))).await.unwrap_err().field, STALE);
 
-    // A second hello of the same process replaces the first. The first link is void though its socket is
-    // open.
+    // A second hello of the same process replaces the first link, which no longer counts although its socket is open.
     let (_first, first, _) = Raw::hello(&client, 0).await;
     let (second_raw, second, _) = Raw::hello(&client, 0).await;
     assert_ne!(first, second);

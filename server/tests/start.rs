@@ -2,7 +2,7 @@
 
 use std::{ffi::OsStr, os::unix::ffi::OsStrExt, process::Command};
 
-/// Returns the error of a server with this variable. The environment also has a variable that is no UTF-8.
+/// Returns the error of a server with this environment variable. Another variable there is no UTF-8.
 fn refused(variable: &str, value: &str) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_longshored"));
     command.env("OTHER", OsStr::from_bytes(b"\xff")).env(variable, value);

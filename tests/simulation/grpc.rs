@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, body::Body};
 
-/// A flag for no compression, and the length.
+/// Length of a message's header: one byte for no compression, and four for the message's length.
 const HEADER: usize = 5;
 
 /// Messages of a request or an answer as they arrive.
@@ -51,7 +51,7 @@ impl Incoming {
 /// The sender of an answer's messages.
 pub(crate) struct Outgoing(mpsc::Sender<Result<Frame<Bytes>, Status>>);
 
-/// Makes a body of frames as they come.
+/// Makes a body that passes frames on as `frames` receives them.
 pub(crate) fn body(frames: mpsc::Receiver<Result<Frame<Bytes>, Status>>) -> Body {
     Body::new(StreamBody::new(ReceiverStream::new(frames)))
 }
@@ -63,7 +63,7 @@ pub(crate) fn answer() -> (Outgoing, Response<Body>) {
 }
 
 impl Outgoing {
-    /// Returns false if the caller is gone.
+    /// Sends a message. Returns false if the caller is gone.
     pub(crate) async fn send(&self, message: &impl Message) -> bool {
         let mut framed = BytesMut::with_capacity(HEADER + message.encoded_len());
         framed.put_u8(0);

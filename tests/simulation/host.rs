@@ -1,5 +1,5 @@
-//! The simulated hosts. Tasks and trainers of all processes run one at a time, in an order that the seed decides. The clock
-//! moves only when nothing can run.
+//! The simulated hosts. Tasks and trainers of all processes run one at a time, in an order that the seed decides. The
+//! clock moves only when nothing can run.
 
 use std::{
     cell::Cell,
@@ -20,10 +20,11 @@ use crate::network::Network;
 
 pub(crate) type ProcessId = usize;
 
-/// The process that carries messages and injects faults. Nothing stops or kills it.
+/// The process of tasks that no kill may end: they carry messages and inject faults.
 pub(crate) const OUTSIDE: ProcessId = 0;
 
-/// Turns of tasks in a run, of which an undisturbed one takes some thousands.
+/// Largest number of turns of tasks in one `run`. An undisturbed run takes some thousands, so a run that needs more
+/// hangs.
 const MOST_TURNS: usize = 1_000_000;
 
 /// Lines of the trace that a failed seed prints.
@@ -39,13 +40,13 @@ pub(crate) fn mix(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// How often messages and drives of a run are slow or fail: one in so many, by its seed.
+/// Rarity of slow or failed messages and writes, drawn by the run's seed. The rate 40 means one case in 40.
 pub(crate) struct Rates {
-    /// A packet that is sent again late.
+    /// Rate of packets that arrive late, because they were lost and sent again.
     pub(crate) late: u64,
-    /// An answer that is lost.
+    /// Rate of answers that are lost.
     pub(crate) lost: u64,
-    /// A call that its caller gives up, and that arrives all the same later.
+    /// Rate of calls that still arrive after their caller has given them up.
     pub(crate) stray: u64,
     slow_write: u64,
 }
@@ -64,9 +65,9 @@ impl Rates {
 
 enum Body {
     Task(Work),
-    /// A task that is being polled.
+    /// A task whose future is out of this enum, because it is being polled.
     Polled,
-    /// A trainer, which has a thread of its own.
+    /// A main thread of a process, such as a trainer's.
     Thread,
 }
 
@@ -80,7 +81,7 @@ struct Process {
     name: String,
     is_stopped: bool,
     is_dead: bool,
-    /// The host's clock is ahead by this much.
+    /// Time by which the host's clock is ahead of simulated time.
     skew: Duration,
     died: tokio::sync::watch::Sender<bool>,
 }
@@ -98,12 +99,12 @@ struct State {
 
 pub(crate) struct Sim {
     state: Mutex<State>,
-    /// The trainer that runs, or None while the scheduler does.
+    /// The task of the main thread that runs. None while the scheduler runs.
     turn: Mutex<Option<usize>>,
     turned: Condvar,
     pub(crate) network: Network,
     pub(crate) rates: Rates,
-    /// Processes get random numbers.
+    /// Incarnations have random bits. Without them, processes that began at the same time would be equal.
     is_random: bool,
 }
 
@@ -183,12 +184,12 @@ impl Sim {
         self.below(count) == 0
     }
 
-    /// A time below `most`.
+    /// Returns a random time below `most`.
     pub(crate) fn part_of(&self, most: Duration) -> Duration {
         Duration::from_micros(self.below(most.as_micros() as u64))
     }
 
-    /// Writes to a drive, for less than `usual` unless the drive is slow.
+    /// Simulates a write to a drive: a time below `usual`, or below 300 ms if the drive is slow.
     pub(crate) async fn write(self: &Arc<Self>, usual: Duration) {
         let is_slow = self.one_in(self.rates.slow_write);
         let time = self.part_of(if is_slow { Duration::from_millis(300) } else { usual });
@@ -259,7 +260,7 @@ impl Sim {
         thread::Builder::new().name(format!("process {process}")).spawn(run).expect("a thread");
     }
 
-    /// Lets the main thread of a process work, for less than `most`.
+    /// Simulates work of a process's main thread: a random time below `most`.
     pub(crate) fn work(self: &Arc<Self>, process: ProcessId, most: Duration) {
         let work = pin!(self.sleep(self.part_of(most)));
         self.host(process).block_on(work);
@@ -309,12 +310,12 @@ impl Sim {
         died.send_replace(true);
     }
 
-    /// Stops a process, or lets it go on. Its messages that are on their way still arrive.
+    /// Stops a process, or lets it go on. Messages that it has sent before still arrive.
     pub(crate) fn stop(&self, process: ProcessId, is_stopped: bool) {
         lock(&self.state).processes[process].is_stopped = is_stopped;
     }
 
-    /// Lets the threads of killed processes end, and drops all tasks.
+    /// Ends the threads of killed processes, and drops all tasks.
     pub(crate) fn finish(self: &Arc<Self>) {
         while let Some(id) = {
             let state = lock(&self.state);
@@ -330,7 +331,7 @@ impl Sim {
         drop((tasks, timers));
     }
 
-    /// Runs until `is_over`. Returns false if nothing more can happen, or at `end`.
+    /// Runs until `is_over` returns true. Returns false once nothing more can happen, at `end`, or after `MOST_TURNS`.
     pub(crate) fn run(self: &Arc<Self>, end: Duration, is_over: impl Fn() -> bool) -> bool {
         for _ in 0..MOST_TURNS {
             if is_over() {
@@ -356,7 +357,7 @@ impl Sim {
         false
     }
 
-    /// Takes a random task that can run.
+    /// Chooses a task that is ready, at random by the seed. Tasks of stopped processes stay ready.
     fn choose(&self) -> Option<usize> {
         let mut state = lock(&self.state);
         let able: BTreeSet<usize> = {
@@ -426,7 +427,7 @@ impl Sim {
     }
 }
 
-/// The host of one process.
+/// The worker library's view of the host that runs one process.
 pub(crate) struct Host {
     sim: Arc<Sim>,
     process: ProcessId,

@@ -1,4 +1,5 @@
-//! An operator's command that moves a job without ranks, as `longshore scale` does. Ranks may start before its end.
+//! An operator's command that moves a job without ranks, as `longshore scale` does. Ranks may start before the command
+//! ends.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -25,7 +26,7 @@ impl Cluster {
         }
         let processes = (0..self.world_size()).map(|rank| self.newest(rank)).collect();
         let stopped = self.end_ranks(processes, 4);
-        // Processes of one rank begin apart.
+        // Incarnations tell processes of a rank apart only if at least `apart` lies between their starts.
         sim.sleep(self.apart() + Duration::from_millis(50)).await;
         for _ in 0..1 + sim.below(2) {
             let wanted = self.scale();
@@ -33,7 +34,8 @@ impl Cluster {
             let most = Duration::from_millis([100, 400, 5000][sim.below(3) as usize]);
             let time = self.apart() + sim.part_of(most);
             sim.sleep(time).await;
-            // A server that is killed must know the placement that it has answered.
+            // A server may answer a new placement only after its drive has that. A restart shows an answer that came
+            // earlier.
             if self.has_drives() && sim.one_in(3) {
                 let server = sim.below(self.disks.len() as u64) as usize;
                 self.restart_server(server, Duration::from_millis(20)).await;

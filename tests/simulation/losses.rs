@@ -1,4 +1,4 @@
-//! Servers that are lost for good, in jobs with replicas, and the operators that say so.
+//! Servers that are lost for good, in jobs with replicas. An operator gives each lost server up, or rank 0 does.
 
 use std::{
     collections::BTreeSet,
@@ -16,7 +16,7 @@ use crate::{
     server::{Disk, Server},
 };
 
-/// Time after an operator's word in which each rank has heard of it, or has ended.
+/// Time after an operator's command, within which each rank has heard of the loss or has ended.
 const HEARD: Duration = Duration::from_secs(60);
 
 impl Cluster {
@@ -24,13 +24,14 @@ impl Cluster {
         self.oracle.spec.replicas > 1
     }
 
-    /// The servers that are not lost, with their numbers.
+    /// Returns the servers that are not lost, with their numbers.
     pub(crate) fn living(&self) -> impl Iterator<Item = (usize, Arc<Server>)> {
         let (servers, lost) = (lock(&self.servers).clone(), lock(&self.lost).clone());
         servers.into_iter().enumerate().filter(move |(server, _)| !lost.contains(server))
     }
 
-    /// The servers that a rank is started with: those of the job, or the first ones as long as all of them answer.
+    /// Returns the servers that a rank is started with. Most ranks get the job's present servers, some get its first
+    /// ones if all of those answer.
     pub(crate) fn listed(&self) -> Vec<String> {
         let first = &self.oracle.placement.servers;
         let servers = lock(&self.servers).clone();
@@ -38,8 +39,8 @@ impl Cluster {
         if self.has_replicas() && answer && self.sim.one_in(4) { first.clone() } else { self.members() }
     }
 
-    /// Returns true if the job has the servers of an operator's wish, and each shard has two holders. A `version` is one that
-    /// both holders must have.
+    /// Returns true if the job has exactly the servers of the newest wish, and each shard has two holders. With a
+    /// `version`, both holders must have that version.
     pub(crate) fn is_whole(&self, version: Option<Version>) -> bool {
         let placements = || self.living().filter_map(|(_, server)| server.placement());
         let Some((_, newest)) = placements().max_by_key(|(version, of)| (*version, of.epoch)) else {
@@ -58,13 +59,13 @@ impl Cluster {
         !is_lost && is_there && has_all && (newest.unreplicated() == 0 || keep_shards == 1)
     }
 
-    /// Loses one server after the other.
+    /// Loses up to three servers, one after the other.
     pub(crate) async fn lose_servers(self: &Arc<Self>) {
         let sim = &self.sim;
         if let Some(witness) = self.witness {
             let (servers, asked_micros) = (self.addresses[..=witness].to_vec(), sim.now().as_micros() as u64);
             let wanted = Wanted { servers, asked_micros, ..Wanted::default() };
-            // Servers that recover hear nothing.
+            // A server that recovers its job takes no wish, so the wish is repeated.
             let first = lock(&self.servers)[..witness].to_vec();
             for server in first {
                 while !server.want(&wanted) {
@@ -83,7 +84,7 @@ impl Cluster {
         }
     }
 
-    /// The numbers of those servers in the job, as the newest placement says.
+    /// Returns the numbers of those addresses that are in the job, by the newest placement.
     fn numbers_of(&self, addresses: &[String]) -> Vec<ServerId> {
         let placement = self.placement();
         let is_named = |server: &ServerId| addresses.contains(&placement.servers[server.0 as usize]);
@@ -94,11 +95,13 @@ impl Cluster {
         self.living().filter_map(|(_, server)| Some(server.placement()?.1.epoch)).max()
     }
 
-    /// Lets the job train for some more steps, once it has no fault left. No rank has begun the last one.
+    /// Sets the job's last step, once the losses are over. The last step is at least four steps away, so that no rank
+    /// has begun a later one.
     pub(crate) async fn end_soon(self: &Arc<Self>) {
         self.repeat();
         let mut before = None;
-        // Processes that were started late may have sent other gradients to owners than to replicas.
+        // A process that was started late may have sent an owner another gradient than the replica. The commit then
+        // drops the replica, so the wait is repeated until the placement stays.
         while before != self.epoch() {
             self.until_whole().await;
             before = self.epoch();
@@ -113,10 +116,11 @@ impl Cluster {
         self.steps.store(self.version().0 + 4 + self.sim.below(6), Relaxed);
     }
 
-    /// Returns true if nothing would be left of a shard: a decision since has dropped the other holder, which had another
-    /// gradient, or moves the shard to it. Only a checkpoint helps.
+    /// Returns true if no state of some shard would be left. The oracle reports a fault unless a decision has meanwhile
+    /// dropped or is moving the shard's other holder. In that case the run is beyond help, as `is_beyond` says.
     fn leaves_nothing(&self, wanted: &Wanted, living: &[(usize, Arc<Server>)]) -> bool {
-        // A server that is only being prepared for the job may know an earlier placement.
+        // Only servers with the newest epoch judge. A server that is just being prepared for the job may know an
+        // earlier placement.
         let knows = |of: &Server| of.placement().is_some_and(|(_, of)| Some(of.epoch) == self.epoch());
         let last = living
             .iter()
@@ -135,7 +139,7 @@ impl Cluster {
         true
     }
 
-    /// Waits until each shard has two holders again.
+    /// Waits until each shard has two holders and the wish is fulfilled. Repeats the operator's command every `HEARD`.
     pub(crate) async fn until_whole(self: &Arc<Self>) {
         let mut again = self.sim.now() + HEARD;
         while !self.is_whole(None) {
@@ -148,7 +152,8 @@ impl Cluster {
         }
     }
 
-    /// Tells each server that answers which ones are lost, and that the job shall stay on the others.
+    /// Repeats the operator's command on each server that answers: which servers are lost, and that the job stays on
+    /// the others.
     fn repeat(&self) {
         let is_lost = |member: &String| lock(&self.lost).iter().any(|&lost| self.addresses[lost] == *member);
         let is_unsaid = |member: &String| lock(&self.unsaid).iter().any(|&of| self.addresses[of] == *member);
@@ -157,7 +162,7 @@ impl Cluster {
         let lost = self.numbers_of(&lost);
         let asked_micros = self.sim.now().as_micros() as u64;
         let wanted = Wanted { servers, asked_micros, lost, ..Wanted::default() };
-        // A decision may have dropped the other holder while the operator's word was on its way.
+        // A decision may have dropped a shard's other holder while the operator's command was on its way.
         if self.leaves_nothing(&wanted, &self.living().collect::<Vec<_>>()) {
             return;
         }
@@ -168,8 +173,8 @@ impl Cluster {
         }
     }
 
-    /// Loses a server of which other servers have all shards. Its process is killed, stopped or cut off, at the very moment
-    /// of an event.
+    /// Loses a random server whose shards all have another holder. The loss follows a random event of that server, so
+    /// that it hits any stage of a step.
     async fn lose_server(self: &Arc<Self>) {
         let sim = &self.sim;
         let members = self.members();
@@ -242,15 +247,16 @@ impl Cluster {
         *lock(&self.may_end) = sim.now() + HEARD;
     }
 
-    /// Loses a server that no operator speaks of, and starts it again without the job, or never.
+    /// Loses a server that no operator gives up. The server stops for a while, starts again without the job, or never
+    /// comes back.
     async fn lose_alone(self: &Arc<Self>, number: usize, server: &Arc<Server>) {
         let sim = &self.sim;
         sim.note(server.process, || "is lost, and no operator says so".into());
         lock(&self.unsaid).insert(number);
         let (leader, begun) = (self.newest(0), sim.now());
         let has_led = |of: &Process| of.began + Duration::from_secs(5) < begun;
-        // No rank ends. But a new rank 0 counts anew for how long the server is silent. A rank 0 that has not decided an earlier
-        // loss everywhere still counts the earlier server.
+        // Rank 0 gives the silent server up, and no rank may end meanwhile. A new rank 0 is excepted, since it measures
+        // the silence from its own start. An earlier loss that is not decided everywhere is excepted too.
         if lock(&self.ranks)[0].last().is_some_and(has_led) && lock(&self.lost).len() == 1 {
             *lock(&self.may_end) = Duration::ZERO;
         }
@@ -271,7 +277,7 @@ impl Cluster {
         }
         let address = &self.addresses[number];
         let lost = Wanted { lost: self.numbers_of(slice::from_ref(address)), ..Wanted::default() };
-        // A server that wakes up has an earlier placement until rank 0 ends the job there.
+        // A server that wakes up has an earlier placement, until rank 0 ends the job there.
         let has_job = || {
             let there = lock(&self.servers)[number].clone();
             let there = there.placement().filter(|_| !sim.is_silent(there.process));
@@ -286,7 +292,8 @@ impl Cluster {
             if self.leaves_nothing(&lost, &self.living().collect::<Vec<_>>()) {
                 return;
             }
-            // No decision has named an earlier lost server yet: the other servers may be too few without an operator's word.
+            // No decision has named an earlier lost server yet. Too few servers may be left for a decision without an
+            // operator's command.
             let is_other = |of: &ServerId| !lost.lost.contains(of);
             if self.living().any(|(_, server)| server.wanted().lost.iter().any(is_other)) {
                 *lock(&self.may_end) = sim.now() + LONGEST;
@@ -301,7 +308,7 @@ impl Cluster {
         *lock(&self.may_end) = sim.now() + HEARD;
     }
 
-    /// Lets a stopped process go on later, with all that it had.
+    /// Lets a stopped process continue later, with its memory.
     fn wakes(self: &Arc<Self>, process: usize) {
         let cluster = Arc::clone(self);
         self.sim.spawn(OUTSIDE, async move {
@@ -312,7 +319,7 @@ impl Cluster {
         });
     }
 
-    /// Cuts the links of all processes with a server, some for a while.
+    /// Cuts the links between all processes and a server. After a minute at most, all links are mended.
     fn cut_off(self: &Arc<Self>, address: &str, (out, back): (bool, bool)) {
         let ranks: Vec<usize> = (0..self.world_size()).map(|rank| self.newest(rank)).collect();
         let servers = lock(&self.servers).iter().map(|server| server.process).collect::<Vec<_>>();
@@ -329,7 +336,8 @@ impl Cluster {
         });
     }
 
-    /// Tells the job's servers that one is lost, as `longshore scale --lost` does. Returns false if the command ended early.
+    /// Tells the job's servers that one is lost, as `longshore scale --lost` does. Returns false if the command must be
+    /// repeated.
     async fn give_up(&self, address: &str) -> bool {
         let sim = &self.sim;
         let members = self.members();
@@ -347,21 +355,21 @@ impl Cluster {
         if let Some(spare) = spare.first().filter(|_| sim.one_in(2)) {
             servers.push((*spare).clone());
         }
-        // The clock of an operator's host may be late.
+        // An operator's clock may be an hour slow. A loss must count all the same.
         let late = Duration::from_secs(if sim.one_in(4) { 3600 } else { 0 });
         let asked_micros = (sim.now() - late).as_micros() as u64;
         let wanted = Wanted { servers, asked_micros, lost, ..Wanted::default() };
         if self.leaves_nothing(&wanted, &living) {
             return true;
         }
-        // A server that lives is told too: ranks may listen to it alone.
+        // A server that was given up too early is told too, because some ranks may listen to that server alone.
         let servers = lock(&self.servers).clone();
         let alive = servers
             .iter()
             .zip(&self.addresses)
             .find(|(server, of)| *of == address && !self.sim.is_silent(server.process));
         if let Some((server, _)) = alive {
-            // The whole job has moved there since it was taken for lost.
+            // The job has moved to the given-up server meanwhile, so the last state of a shard is there.
             if server.last_after(wanted.clone()).is_some() {
                 self.is_beyond.store(true, Relaxed);
                 return true;

@@ -1,5 +1,5 @@
-//! A cluster in one thread: servers, ranks, links and drives by a seed and a simulated clock. The worker library and
-//! the servers' step machine are those of the product. After each event the states are compared with those of an
+//! A cluster in one thread. Servers, ranks, links and drives follow a seed and a simulated clock. The worker library
+//! and the servers' step machine are those of the product. After each event, states are compared with those of an
 //! undisturbed run.
 
 mod grpc;
@@ -33,32 +33,32 @@ use crate::{
     server::{Disk, Server},
 };
 
-/// The longest run, in simulated time.
+/// Longest run, in simulated time. A run that lasts longer has hung.
 const LONGEST: Duration = Duration::from_secs(900);
 
-/// Kinds of faults that `disturb` causes.
+/// Number of kinds of faults that `disturb` causes.
 const KINDS: u64 = 12;
 
 /// A process of a rank, and how it ended.
 struct Process {
     id: ProcessId,
-    /// The number of ranks that it was started with.
+    /// The world size that the process was started with.
     world_size: usize,
     began: Duration,
     ended: Option<Result<(), String>>,
     was_fenced: bool,
 }
 
-/// Faults of a run, drawn by its seed: some runs have much of one kind, and nothing of another.
+/// Faults of a run, drawn by its seed. Half of the runs have all kinds of faults, the others at most three kinds.
 struct Plan {
     kinds: Vec<u64>,
     faults: u64,
-    /// The longest time between two faults, and of a fault.
+    /// Longest time between two faults. `longest` is the longest duration of one fault.
     pause: Duration,
     longest: Duration,
-    /// The longest time in which a rank computes a gradient.
+    /// Longest time in which a rank computes a gradient.
     backward: Duration,
-    /// How late the messages of rank 0 are.
+    /// Delay of each message of rank 0.
     slow: Duration,
 }
 
@@ -80,35 +80,35 @@ impl Plan {
 struct Cluster {
     sim: Arc<Sim>,
     oracle: Arc<Oracle>,
-    /// The last step. A job with replicas trains until it has no fault left.
+    /// The last step. In a job with replicas, the end of all faults sets it.
     steps: AtomicU64,
     plan: Plan,
-    /// By server. Those after the job's first servers are spare ones.
+    /// Addresses of all servers, by number. The job begins on the first ones; the rest are spare.
     addresses: Vec<String>,
     disks: Vec<Arc<Mutex<Disk>>>,
-    /// A spare server that keeps no shard.
+    /// Number of the spare server that keeps no shard.
     witness: Option<usize>,
     servers: Mutex<Vec<Arc<Server>>>,
-    /// A server was killed: steps may be taken back.
+    /// True once a server was killed: from then on servers may take steps back.
     has_lost: AtomicBool,
-    /// The number of ranks that take part.
+    /// The present world size. A change of it starts all ranks again.
     world_size: AtomicUsize,
     is_resizing: AtomicBool,
-    /// An operator's command moves the job, and no rank starts.
+    /// True while an operator's command moves the job: no rank may start.
     is_idle: AtomicBool,
-    /// Processes of commands that changed the placement between two steps.
+    /// Processes of the operator's commands that move a job without ranks.
     operators: Mutex<Vec<ProcessId>>,
-    /// Servers that are lost, or taken for lost.
+    /// Numbers of servers that are lost, or were given up although they live.
     lost: Mutex<BTreeSet<usize>>,
-    /// Lost servers that no operator speaks of: rank 0 gives them up.
+    /// Numbers of lost servers that no operator gives up: rank 0 does.
     unsaid: Mutex<BTreeSet<usize>>,
-    /// The last state of a shard is lost, together with a rank.
+    /// True once no server has some shard's state any more. Such a run proves nothing, so it ends without a verdict.
     is_beyond: AtomicBool,
-    /// The placement's epoch when the end of a job with replicas was set: each shard had two holders.
+    /// The placement's epoch when the last step of a job with replicas was set. Each shard had two holders then.
     whole_at: Mutex<Option<Epoch>>,
-    /// Until then ranks may end because of a lost server.
+    /// Time until which ranks may end because of a lost server.
     may_end: Mutex<Duration>,
-    /// By rank: all its processes, the newest last.
+    /// The processes of each rank, the newest last.
     ranks: Mutex<Vec<Vec<Process>>>,
 }
 
@@ -178,7 +178,7 @@ impl Cluster {
 
     fn start_server(&self, server: usize) {
         let address = &self.addresses[server];
-        // Where the first server may be lost, clocks agree.
+        // Incarnations follow the first server's clock. Where that server may be lost, the next one's clock must agree.
         let skew = if self.has_replicas() { Duration::ZERO } else { Duration::from_secs(3600) };
         let skew = skew * server as u32;
         let is_witness = self.witness == Some(server);
@@ -188,7 +188,8 @@ impl Cluster {
         if servers.len() > server { servers[server] = started } else { servers.push(started) }
     }
 
-    /// Time between two processes of a rank, by which their incarnations tell them apart: mostly half a round trip.
+    /// Returns the least time between the starts of two processes of a rank. Half a round trip over rank 0's slow links
+    /// must fit into this time for incarnations to tell the processes apart.
     fn apart(&self) -> Duration {
         Duration::from_millis(200) + 2 * self.plan.slow
     }
@@ -198,7 +199,8 @@ impl Cluster {
             let ranks = lock(&self.ranks);
             (ranks[rank].len(), ranks[rank].last().map(|process| process.began))
         };
-        // Incarnations tell processes apart that began half a round trip after each other, and links are slow.
+        // A process estimates the servers' clock to within half a round trip. Processes that begin closer could get
+        // incarnations in the wrong order.
         let began = self.sim.now();
         if self.is_idle.load(Relaxed) {
             return;
@@ -223,13 +225,14 @@ impl Cluster {
             }
             cluster.sim.note(id, || format!("ends: {ended:?}"));
             let was_fenced = ended.as_ref().is_err_and(is_fenced);
-            // A process may know only servers that have left: it was stopped meanwhile, or joined while an operator moved
-            // the job.
+            // The servers that a process was started with may all have left the job. Two of these reasons explain why
+            // it did not hear of that.
             let reasons =
                 [cluster.newest(rank) != id, !lock(&cluster.operators).is_empty(), cluster.has_changed()];
             let is_late = reasons.iter().filter(|of| **of).count() > 1 || cluster.world_size() != world_size;
             let may_end = cluster.sim.now() < *lock(&cluster.may_end);
-            // In a job of two tiers, a server lost a version with a rank, and others do not step back.
+            // A job may have servers of two tiers. One of them may lose a version together with a rank, and the other
+            // tier does not step back.
             let is_beyond = |error: &Error| error.to_string().contains("do not take back");
             if ended.as_ref().is_err_and(is_beyond) && cluster.has_drives() {
                 cluster.is_beyond.store(true, Relaxed);
@@ -245,11 +248,12 @@ impl Cluster {
         });
     }
 
-    /// Notes that a process must join again.
+    /// Notes that a process must join again, and checks that it has a reason.
     fn outdated(&self, rank: usize, id: ProcessId, error: &Error) {
         self.sim.note(id, || format!("is outdated: {error}"));
-        // A delayed job's rank 0 starts over where a rank's new process joined between the commits of a step.
-        // Late messages of ranks in another number may come after a rank has joined.
+        // Rank 0 of a delayed job has a reason, since another rank's new process may have joined within a step. Others
+        // have one after a change of the servers or of the world size, since late messages of earlier processes may
+        // arrive.
         let is_other = |process: &Process| process.world_size != self.world_size();
         let has_resized = lock(&self.ranks).iter().flatten().any(is_other);
         let may = rank == 0 && self.oracle.schedule.delay() > 0 || self.has_changed() || has_resized;
@@ -259,19 +263,21 @@ impl Cluster {
         }
     }
 
-    /// Checks that servers know since which version a process has made all gradients.
+    /// Checks the version that each server has noted for a process's join: the process sends all gradients of later
+    /// steps.
     fn has_joined(&self, rank: Rank, joined: &Joined) {
         let members = self.members();
         let servers = self.living().filter(|(server, _)| members.contains(&self.addresses[*server]));
         for at in servers.filter_map(|(_, server)| server.joined_at(rank, joined.incarnation)) {
-            // After a step back a server may know a later version, which asks for no gradient that was not made.
+            // After a step back a server may have noted a later version than the process. The server then expects fewer
+            // gradients, which is harmless.
             if at < joined.version {
                 self.oracle.fail(format!("{rank} has joined at {}, but a server knows {at}", joined.version));
             }
         }
     }
 
-    /// The servers that the job has by now, as a launcher finds them.
+    /// Returns the present servers of the job, as a launcher finds them.
     fn members(&self) -> Vec<String> {
         self.placement().addresses().map(str::to_string).collect()
     }
@@ -283,7 +289,7 @@ impl Cluster {
         newest.unwrap_or_else(|| self.oracle.placement.clone())
     }
 
-    /// Returns true if a server keeps no shard.
+    /// Returns true if `address` is the server that keeps no shard.
     fn is_witness(&self, address: &str) -> bool {
         self.witness.is_some_and(|witness| self.addresses[witness] == address)
     }
@@ -296,12 +302,12 @@ impl Cluster {
         self.members() != self.oracle.placement.servers
     }
 
-    /// Asks for other servers, as `longshore scale` does. Returns them.
+    /// Wishes for random servers, as `longshore scale` does. Returns the wish.
     fn scale(&self) -> Wanted {
         let sim = &self.sim;
         let (living, members): (Vec<_>, _) = (self.living().collect(), self.members());
         let all: Vec<&String> = living.iter().map(|(server, _)| &self.addresses[*server]).collect();
-        // A job changes its tier on servers that it is not on yet.
+        // A change of the tier needs servers that the job is not on yet.
         let others: Vec<&String> = all.iter().filter(|address| !members.contains(address)).copied().collect();
         let changes = !self.has_replicas() && !others.is_empty() && sim.one_in(2);
         let tier = changes.then_some(if self.has_drives() { TierKind::Memory } else { TierKind::Nvme });
@@ -331,8 +337,8 @@ impl Cluster {
         self.world_size.load(Relaxed)
     }
 
-    /// Starts another number of ranks, as torchrun does: all processes of before have ended, or some are stopped and
-    /// go on later.
+    /// Starts another number of ranks, as torchrun does. Earlier processes are killed, except for a few that are
+    /// stopped and continue later.
     async fn resize(self: &Arc<Self>) {
         if self.is_idle.load(Relaxed) || self.is_resizing.swap(true, Relaxed) {
             return;
@@ -343,7 +349,7 @@ impl Cluster {
         self.world_size.store(world_size, Relaxed);
         let processes: Vec<ProcessId> = (0..most).map(|rank| self.newest(rank)).collect();
         let stopped = self.end_ranks(processes, 3);
-        // Two processes of a rank begin at least `apart` from each other. Closer ones had one incarnation.
+        // Two processes of a rank begin at least `apart` from each other. Closer ones could have the same incarnation.
         sim.sleep(self.apart() + Duration::from_millis(50)).await;
         sim.note(OUTSIDE, || format!("{world_size} ranks start"));
         (0..world_size).for_each(|rank| self.start_rank(rank));
@@ -353,7 +359,7 @@ impl Cluster {
         stopped.into_iter().for_each(|process| sim.stop(process, false));
     }
 
-    /// Kills processes, or stops one of `part` for later. Returns the stopped ones.
+    /// Kills processes, except for one in `part`, which is stopped. Returns the stopped ones.
     fn end_ranks(&self, processes: Vec<ProcessId>, part: u64) -> Vec<ProcessId> {
         let mut stopped = Vec::new();
         for process in processes {
@@ -379,7 +385,7 @@ impl Cluster {
             || lock(&self.ranks).iter().take(self.world_size()).all(done)
     }
 
-    /// Starts ranks that ended without being done, as a launcher does.
+    /// Starts a new process for each rank whose newest one has died or failed, as a launcher does.
     fn launch_again(self: &Arc<Self>) {
         if self.is_idle.load(Relaxed) {
             return;
@@ -389,7 +395,8 @@ impl Cluster {
                 let ranks = lock(&self.ranks);
                 let Some(process) = ranks[rank].last() else { continue };
                 let before = ranks[rank].iter().rev().nth(1).map(|before| before.began);
-                // Over late links, incarnations of two processes that began together may have either order.
+                // Late links spoil a process's estimate of the clock. Processes that begin within 2 s of each other may
+                // have incarnations in either order.
                 let is_close = before.is_some_and(|before| process.began < before + Duration::from_secs(2));
                 if process.was_fenced && !is_close {
                     self.oracle.fail(format!("the newest process of rank {rank} was fenced"));
@@ -406,7 +413,7 @@ impl Cluster {
         }
     }
 
-    /// Causes a fault that the seed chooses, and ends it.
+    /// Causes a fault that the seed chooses, and ends the fault some time later.
     async fn disturb(self: &Arc<Self>) {
         let sim = &self.sim;
         let (ranks, servers) = (self.world_size() as u64, self.disks.len() as u64);
@@ -429,7 +436,7 @@ impl Cluster {
                 let known = || lock(&self.servers)[server].incarnation(rank);
                 let before = known();
                 self.start_rank(rank);
-                // Both processes must be known after a restart of the server.
+                // A restart of the server must keep both processes' joins.
                 if self.has_drives() && sim.one_in(2) {
                     let end = sim.now() + short;
                     while known() == before && sim.now() < end {
@@ -483,13 +490,13 @@ impl Cluster {
         }
     }
 
-    /// The newest decision that a server has.
+    /// Returns the newest version that any server has decided.
     fn version(&self) -> Version {
         let servers = lock(&self.servers).clone();
         servers.iter().filter_map(|server| Some(server.placement()?.0)).max().unwrap_or_default()
     }
 
-    /// Waits until a server takes a decision, and returns another one that lacks it.
+    /// Waits until a server takes a decision. Returns a server that does not have the decision yet.
     async fn torn(&self, most: Duration) -> Option<usize> {
         let servers = lock(&self.servers).clone();
         let version = |of: &Arc<Server>| of.placement().map(|(version, _)| version);
@@ -536,7 +543,7 @@ impl Cluster {
         let chaos = Arc::clone(self);
         self.sim.spawn(OUTSIDE, async move {
             let left = Arc::new(());
-            // Most runs train before their first fault.
+            // In three of four runs, training begins before the first fault.
             let (begun, end) = (!chaos.sim.one_in(4), chaos.sim.now() + Duration::from_secs(20));
             while begun && chaos.version() < Version(1) && chaos.sim.now() < end {
                 chaos.sim.sleep(Duration::from_millis(10)).await;
@@ -579,7 +586,7 @@ impl Cluster {
         if !over {
             return Err("the job waits for ever".into());
         }
-        // Servers make the last updates after all ranks have ended.
+        // Servers may still make the last updates after all ranks have ended.
         self.sim.run(self.sim.now() + Duration::from_secs(5), || false);
         self.oracle.violation().map_or(Ok(()), Err)?;
         self.oracle.check_end(Version(self.steps()))?;
@@ -591,7 +598,7 @@ impl Cluster {
                 return Err(format!("{address} has only {newest}, and all ranks have ended"));
             }
         }
-        // A rank that was started after that may have had a replica dropped.
+        // A rank that started after `whole_at` was set may have caused the loss of a replica. The epoch shows that.
         let is_same = *lock(&self.whole_at) == self.epoch();
         if self.has_replicas() && is_same && !self.is_whole(Some(Version(self.steps()))) {
             return Err("a shard has not two holders in the end".into());
@@ -599,7 +606,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Ends all threads.
+    /// Ends the threads of all processes.
     fn end(&self) {
         let processes: Vec<ProcessId> =
             lock(&self.ranks).iter().flatten().map(|process| process.id).collect();
@@ -645,7 +652,7 @@ fn each_planted_fault_is_found() {
     let seeds = count("LONGSHORE_SEEDS", 1000);
     let find = |plant: Plant| (1..=seeds).find_map(|seed| simulate(seed, Some(plant)).err());
     let mut unfound = Vec::new();
-    // Others need up to hundreds of seeds.
+    // Each other fault needs up to hundreds of seeds, so only a soak looks for all.
     let quick = [Plant::AcknowledgedUnstored, Plant::DurableAtOnce];
     let is_soak = env::var_os("LONGSHORE_SOAK").is_some();
     let wanted = env::var("LONGSHORE_PLANT").ok();

@@ -18,24 +18,24 @@ use crate::{
     server::Server,
 };
 
-/// A dead connection is noticed after this long, as by HTTP/2's pings.
+/// Time after which a process notices a dead connection, as HTTP/2's pings do.
 const SILENCE: Duration = Duration::from_secs(4);
 
-/// The longest way of a call that its caller has given up.
+/// Longest time until a call arrives that its caller has given up.
 const STRAY: Duration = Duration::from_secs(1);
 
-/// The calls that change most where they arrive late.
+/// Calls that may arrive after their caller has given them up. A late one of these changes a server's state most.
 const STRAYING: [&str; 3] = ["Join", "Commit", "StepBack"];
 
 /// Faults of the messages between one rank and one server.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Weather {
-    /// Requests do not arrive.
+    /// Requests of the rank do not arrive.
     pub(crate) is_cut_out: bool,
-    /// Answers do not arrive.
+    /// Answers of the server do not arrive.
     pub(crate) is_cut_back: bool,
     pub(crate) delay: Duration,
-    /// Connections that were broken so far.
+    /// Number of times that the connection was broken.
     pub(crate) breaks: u32,
 }
 
@@ -59,7 +59,7 @@ impl Network {
         lock(&self.links).entry((from, to.into())).or_default().subscribe()
     }
 
-    /// Changes the weather between a rank's process and a server.
+    /// Changes the faults of the link from a process to a server.
     pub(crate) fn change(&self, from: ProcessId, to: &str, change: impl FnOnce(&mut Weather)) {
         lock(&self.links).entry((from, to.into())).or_default().send_modify(change);
     }
@@ -94,7 +94,7 @@ fn carry(sim: Arc<Sim>, from: ProcessId, address: String, request: Request<Body>
         let path = request.uri().path().rsplit('/').next().unwrap_or_default().to_string();
         let request = request.map(|body| relay(&sim, (from, to), &link, true, body));
         if STRAYING.contains(&&*path) && sim.one_in(sim.rates.stray) {
-            // The kernel still sends the bytes of a connection that its process gave up.
+            // The kernel still sends the bytes of a connection after its process has given that up.
             let (carries, late) = (Arc::clone(&sim), sim.part_of(STRAY));
             sim.note(from, || format!("gives {path} to {address} up, which arrives {late:?} later"));
             sim.spawn(to, async move {
@@ -128,7 +128,7 @@ fn carry(sim: Arc<Sim>, from: ProcessId, address: String, request: Request<Body>
 async fn travel(sim: &Arc<Sim>, link: &watch::Receiver<Weather>) {
     let delay = link.borrow().delay;
     if sim.one_in(sim.rates.late) {
-        // A packet that is sent again late.
+        // As if the packet was lost and sent again.
         let late = sim.part_of(Duration::from_secs(2));
         sim.sleep(late).await;
     }
@@ -137,7 +137,8 @@ async fn travel(sim: &Arc<Sim>, link: &watch::Receiver<Weather>) {
     sim.sleep(time).await;
 }
 
-/// Carries a body from one process to another. The task belongs to nobody: what was sent arrives, whoever dies.
+/// Carries a body from one process to another. The task belongs to the outside, so sent bytes arrive even after either
+/// process's death.
 fn relay(
     sim: &Arc<Sim>,
     (from, to): (ProcessId, ProcessId),

@@ -1,5 +1,5 @@
-//! The history of a run: contents of each state, compared over servers, ranks and restarts. Also the faults that a
-//! test plants.
+//! The history of a run: contents of each state, compared over servers, ranks and restarts. Also the list of faults
+//! that a test plants to prove that the simulation finds them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,10 +15,10 @@ use longshore_worker::Schedule;
 
 use crate::host::{lock, mix};
 
-/// Makes the enum of faults, and the list of all of them.
+/// Makes the enum of planted faults, and `PLANTS`, the list of all of them.
 macro_rules! plants {
     ($($(#[doc = $text:literal])* $name:ident,)*) => {
-        /// A fault of the implementation, put where the simulation carries it out.
+        /// A planted fault: at one place the simulated servers or hosts behave wrongly, and a seed must expose that.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub(crate) enum Plant {
             $($(#[doc = $text])* $name,)*
@@ -35,58 +35,59 @@ plants! {
     OriginIgnored,
     /// AwaitDurable is answered, and the next step decided, before the version is on the drive.
     DurableAtOnce,
-    /// Processes that joined are forgotten at a restart.
+    /// A restarted server has forgotten which processes have joined.
     FenceForgotten,
     /// A join is answered before the drive has it.
     FenceAnsweredEarly,
     /// An older process of a rank may push.
     FenceWithoutEffect,
-    /// A step back takes any decision back.
+    /// A step back takes back a decision other than the one it names.
     StepBackUnbound,
-    /// A step back of a server that is ahead by one is answered without an act.
+    /// A step back on a server that is one version ahead is answered, but the version stays.
     StepBackWithoutEffect,
-    /// A join's answer names the version after it.
+    /// A join's answer names the version at the time of the answer, instead of the time of the join.
     JoinAnswersLate,
-    /// The clock stands still, and no number is random.
+    /// Servers' clocks stand still, and incarnations have no random bits.
     EqualIncarnations,
-    /// A pull of a version that is gone gets the newest one.
+    /// A pull of a version that is gone returns the newest state.
     PullOfAnyVersion,
-    /// A pull is answered from the version before, while the update runs.
+    /// A pull of a decided version returns the version before, while the update still runs.
     PullTooEarly,
     /// Statistics are sent before the last contribution.
     StatsTooEarly,
     /// The record of a version is written before its state.
     RecordBeforeState,
-    /// A watch skips a commit.
+    /// A server's watch stream leaves a commit out.
     WatchSkipsCommit,
     /// A recovered server forgets the last commit.
     CommitForgotten,
-    /// A shard is handed over at the newest version that is there, before the last one is made.
+    /// A shard is handed over before its last version at the owner is made: the next owner gets an earlier one.
     FetchTooEarly,
     /// A shard's state is freed as soon as another server owns it.
     FreedAtOnce,
-    /// A server misses that a decision changes the owners of shards.
+    /// A server ignores the new placement of one commit in 20.
     ChangeForgotten,
-    /// Ranks join without a comparison of how many there are.
+    /// A rank other than 0 joins although its world size differs from the job's.
     WorldSizeIgnored,
     /// A step is decided before replicas have its sums.
     ReplicaUnawaited,
-    /// An owner does not wait until its new replica has the state.
+    /// An owner makes its next update before the new replica has fetched the state.
     LentUnawaited,
-    /// A replica counts as a holder before it has the state.
+    /// A replica counts as a holder before it has fetched the state.
     UnfetchedCounts,
-    /// A server misses that a decision gives up another one.
+    /// A server ignores the lost servers that a commit names.
     LossForgotten,
-    /// A server keeps the word of a loss after the decision: the address may be in the job again.
+    /// A server keeps the note of a lost server after the commit that removes it. The same address may join again
+    /// later.
     LossKept,
-    /// A shard is handed over without the image of the version before.
+    /// A shard is handed over without its earlier image, which a delayed step reads.
     OlderUnsent,
-    /// A change of the placement between two steps is answered before the drive has it.
+    /// A placement that changes between two steps is answered before the drive has it.
     PlacementUnkept,
 }
 
 impl Plant {
-    /// Returns true if only a job with replicas has the fault.
+    /// Returns true if only a job with replicas can expose the fault.
     pub(crate) fn is_of_replicas(self) -> bool {
         matches!(
             self,
@@ -99,7 +100,7 @@ impl Plant {
     }
 }
 
-/// A decided version: its number, and who decided it.
+/// A decided version: its number, and the incarnation that decided it.
 pub(crate) type Decision = (Version, Incarnation);
 
 /// A gradient of one shard, as a rank's process computed it.
@@ -108,24 +109,25 @@ struct Gradient {
     micro_step: u32,
     rank: u32,
     shard: ShardId,
-    /// The number of ranks that the process knows.
+    /// The world size that the process was started with.
     world_size: u32,
-    /// The versions that its weights may have been of.
+    /// The decisions of which the process may have read the weights. Skipped steps leave a state as it is, so one state
+    /// may have several.
     reads: BTreeSet<Decision>,
 }
 
 #[derive(Default)]
 struct Known {
     gradients: BTreeMap<u64, Gradient>,
-    /// Decisions that made a state.
+    /// The decisions that made each state of a shard.
     states: BTreeMap<(ShardId, u64), BTreeSet<Decision>>,
-    /// The state of a shard by the decision that made it. The same decision makes the same bits, however often.
+    /// The state that each decision made of a shard. Repeated updates and other servers must make the same bits.
     made: BTreeMap<(ShardId, Decision), u64>,
-    /// The number of ranks behind the decisions of rank 0's process.
+    /// The world size of the steps that each incarnation of rank 0 decides.
     worlds: BTreeMap<Incarnation, u32>,
-    /// The decision before.
+    /// The decision before each decision.
     parents: BTreeMap<Decision, Decision>,
-    /// Decisions whose weights rank 0 has read: all servers had them.
+    /// Decisions whose weights rank 0 has read. Each of them was on all servers.
     acknowledged: BTreeSet<Decision>,
     violation: Option<String>,
 }
@@ -190,13 +192,13 @@ impl Oracle {
         lock(&self.known).violation.clone()
     }
 
-    /// The first weights of a shard.
+    /// Returns the first state of a shard.
     pub(crate) fn first(&self, shard: ShardId) -> u64 {
         mix(self.seed ^ mix(u64::from(shard.0) + 1))
     }
 
-    /// Returns the gradients of a process that has read these states as the weights of `version`. A process that takes
-    /// another's place computes other bits.
+    /// Returns the gradients that a process computes from the states `read`, taken as the weights of `version`. Each
+    /// process computes other bits, so a mixture of two processes shows.
     pub(crate) fn compute(
         &self,
         (rank, world_size, process): (u32, u32, usize),
@@ -233,7 +235,7 @@ impl Oracle {
             .collect()
     }
 
-    /// Notes how many ranks take part in the steps that a process of rank 0 decides.
+    /// Notes the world size of the steps that a process of rank 0 decides.
     pub(crate) fn leads(&self, incarnation: Incarnation, world_size: u32) {
         lock(&self.known).worlds.insert(incarnation, world_size);
     }
@@ -242,12 +244,12 @@ impl Oracle {
         gradients.iter().fold(state, |state, &gradient| mix(state.rotate_left(7) ^ gradient))
     }
 
-    /// Some steps overflow, on one shard.
+    /// Returns true if the gradient of a shard overflows. A sixth of the steps overflows, always on the same shard.
     pub(crate) fn overflows(&self, step: Step, shard: ShardId) -> bool {
         shard == ShardId(1 % self.layout.shards()) && mix(self.seed ^ step.0).is_multiple_of(6)
     }
 
-    /// Checks a server's update of a shard. `skip` says that the step was decided without one.
+    /// Checks a server's update of a shard. `skip` says that the step was decided without an update.
     pub(crate) fn updated(
         &self,
         shard: ShardId,
@@ -316,7 +318,7 @@ impl Oracle {
         Ok(())
     }
 
-    /// Checks that all shards have the last version, by one decision.
+    /// Checks that one decision has made the last version of all shards.
     pub(crate) fn check_end(&self, version: Version) -> Result<(), String> {
         let known = lock(&self.known);
         let of = |shard: ShardId| {
@@ -327,7 +329,8 @@ impl Oracle {
         let Some(last) = common.unwrap_or_default().into_iter().next() else {
             return Err(format!("no decision has made {version} of all shards"));
         };
-        // Drives may lose a version that is not durable yet, and ranks make it again.
+        // With replicas no acknowledged decision may be lost. Drives may lose a version that is not durable yet, and
+        // ranks make it again.
         let history: BTreeSet<Decision> =
             std::iter::successors(Some(last), |decision| known.parents.get(decision).copied()).collect();
         match known.acknowledged.difference(&history).next().filter(|_| self.spec.replicas > 1) {
@@ -336,7 +339,7 @@ impl Oracle {
         }
     }
 
-    /// An image, or a gradient: the number, and zeros.
+    /// Returns the payload of an image or a gradient: its number, then zeros.
     pub(crate) fn payload(&self, shard: ShardId, number: u64) -> Bytes {
         let mut bytes = BytesMut::zeroed(self.layout.shard_len(shard) as usize * 2);
         bytes[..8].copy_from_slice(&number.to_le_bytes());
@@ -349,7 +352,7 @@ pub(crate) fn address(server: usize) -> String {
     format!("server-{server}:7070")
 }
 
-/// Returns the number of a payload.
+/// Returns the number at the start of a payload.
 pub(crate) fn number(payload: &[u8]) -> u64 {
     payload.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }

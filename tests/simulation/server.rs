@@ -1,6 +1,6 @@
-//! A simulated server: the engine's step machine behind the calls of `Training`, `Tensors` and `Admin`, and a drive that
-//! outlives its process. State is one number a shard, so that wrong bits show as another number. `moves` has what a
-//! change of servers asks for.
+//! A simulated server: the engine's step machine behind the calls of `Training`, `Tensors` and `Admin`, and a drive
+//! that outlives its process. State is one number a shard, so that wrong bits show as another number. `moves` has the
+//! calls for a change of servers, and `replicas` those for lost servers.
 
 mod moves;
 mod replicas;
@@ -32,50 +32,50 @@ use crate::{
     oracle::{Oracle, Plant, number},
 };
 
-/// The longest wait of a call without a deadline of its own.
+/// Longest wait of a call whose request names no deadline.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A durable version: its record, and what each owned shard needs to go on from there.
+/// A durable version: its record, and the states from which each owned shard continues.
 #[derive(Clone)]
 struct Saved {
     record: Record,
-    /// The version's state, and the image of the version before, which a delayed step reads.
+    /// For each shard, the version's state and the one before. A delayed step reads the image of the earlier one.
     state: Vec<BTreeMap<Version, u64>>,
 }
 
-/// Versions and joins, which outlive a server's process.
+/// Contents of a server's drive: versions and joins, which outlive the process.
 #[derive(Default)]
 pub(crate) struct Disk {
     server: ServerId,
-    /// The tier that the server was opened with, if that is not the job's first one.
+    /// The tier that the server was opened with. None for the job's first tier.
     tier: Option<TierKind>,
     /// The placement that the server was opened with.
     opened: Placement,
-    /// Two versions at most, oldest first. Empty: the job is not on this server.
+    /// The last two versions, oldest first. An empty list means that the server does not have the job.
     saved: Vec<Saved>,
     joined: Vec<Option<Joined>>,
-    /// By rank the newest process that an answer has named as the rank's.
+    /// For each rank, the newest incarnation that an answer has named. Older processes must have no effect any more.
     promised: BTreeMap<Rank, Incarnation>,
 }
 
 /// The job in a server's memory.
 struct Instance {
-    /// Tells one opening of the job from the next.
+    /// A number that tells this opening of the job from the next, so that tasks of an earlier one end.
     life: u64,
     machine: Machine,
-    /// By place in `state`.
+    /// The shard of each entry of `state`.
     owned: Vec<ShardId>,
     /// The state of the last two versions of each shard that this server owns or has room for.
     state: Vec<BTreeMap<Version, u64>>,
-    /// Contributions that no sum contains yet, by shard, step, micro-step and contributor.
+    /// Contributions that are not summed yet, by shard, step, micro-step and contributor.
     held: BTreeMap<(usize, Step, u32, usize), u64>,
-    /// The gradients that each sum is made of.
+    /// The gradients in each sum, by shard and step.
     sums: BTreeMap<(usize, Step), Vec<u64>>,
     durable: Version,
     works: VecDeque<Work>,
-    /// Watches of each rank's processes.
+    /// Number of open watches, by rank and incarnation.
     watches: BTreeMap<(Rank, u64), usize>,
-    /// The servers that an operator wants the job to have.
+    /// The newest wish of an operator, with the lost servers that are known.
     wanted: Wanted,
     is_fetching: bool,
 }
@@ -112,7 +112,7 @@ impl Disk {
 }
 
 impl Instance {
-    /// `state` has the shards that the machine was opened with.
+    /// `state` has one entry for each shard that `machine` has room for.
     fn new(life: u64, machine: Machine, state: Vec<BTreeMap<Version, u64>>, durable: Version) -> Instance {
         let shards = (0..machine.placement().owners.len() as u32).map(ShardId);
         let owned = shards.filter(|&shard| machine.owned_index(shard).is_ok()).collect();
@@ -173,7 +173,7 @@ impl Server {
         self.sim.note(self.process, text);
     }
 
-    /// Tells of all changes of this process.
+    /// Returns a receiver that counts the changes of this process's state.
     pub(crate) fn changes(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
@@ -190,7 +190,7 @@ impl Server {
         act(self.instance().as_mut().ok_or_else(|| self.absent())?)
     }
 
-    /// The job, unless it was opened again since.
+    /// Returns the job, unless it was opened again after `life`.
     fn living<'a>(&self, instance: &'a mut Option<Instance>, life: u64) -> Option<&'a mut Instance> {
         instance.as_mut().filter(|instance| instance.life == life)
     }
@@ -227,7 +227,7 @@ impl Server {
         recovering()
     }
 
-    /// Opens the job from the drive, at the newest version or at one before it.
+    /// Opens the job from the drive, at its newest version or at `at_most`.
     async fn recover(self: Arc<Self>, at_most: Option<Version>) {
         let time = Duration::from_millis(5) + self.sim.part_of(Duration::from_millis(300));
         self.sim.sleep(time).await;
@@ -263,7 +263,7 @@ impl Server {
         Machine::new(Arc::clone(self.spec()), Arc::clone(self.layout()), placement, server, &places)
     }
 
-    /// The compute thread: works in order, until the job is opened again.
+    /// Does the work of the compute thread, in order, until the job is opened again.
     async fn compute(self: &Arc<Self>, life: u64, opened: Version) {
         let mut changed = self.changed.subscribe();
         let mut finished = opened;
@@ -286,7 +286,7 @@ impl Server {
             let Some(instance) = self.living(&mut instance, life) else { return };
             match work {
                 Work::Sum(sum) => self.sum(instance, sum),
-                // The loss of a server may have taken the shard from this one meanwhile.
+                // After the loss of a server, another one may have become the shard's owner.
                 Work::Update { owned, step } => match instance.machine.updatable(owned, |_, _| 1, step)[..] {
                     [owned] => self.update(instance, owned, step),
                     _ => instance.works.extend(instance.machine.instead_of(owned, step)),
@@ -297,7 +297,8 @@ impl Server {
         }
     }
 
-    /// Begins to make a version durable that all shards have. A server without shards has it at once.
+    /// Begins to write the newest version to the drive, once all shards have it. A server without shards writes at
+    /// once.
     fn finish(self: &Arc<Self>, instance: &mut Instance, finished: &mut Version) {
         let version = instance.machine.version();
         *finished = (*finished).max(instance.durable);
@@ -313,7 +314,7 @@ impl Server {
         let Sum { owned, contributions: count, slot, step, micro_step } = sum;
         let shard = owned.index();
         if micro_step.0 == 0 {
-            // A lone rank's next process starts the step over.
+            // A lone rank's new process sends the step again from its first micro-step.
             instance.sums.remove(&(shard, step));
         }
         for contributor in Contributor::all(count) {
@@ -349,7 +350,8 @@ impl Server {
         instance.works.extend(instance.machine.updated(&[owned], step));
     }
 
-    /// Makes a version durable. Versions follow one another: the next is decided only afterwards.
+    /// Writes a version to the drive. Writes do not overlap, because the next version is decided only after this one is
+    /// durable.
     async fn flush(&self, life: u64, saved: Saved) {
         let version = saved.record.version;
         if self.oracle.has(Plant::RecordBeforeState) {
@@ -384,7 +386,7 @@ impl Server {
         self.tier() == TierKind::Nvme
     }
 
-    /// Keeps on the drive who has joined.
+    /// Writes the ranks' joins to the drive.
     async fn keep_joined(self: &Arc<Self>) -> Result<(), Fault> {
         let keeps = Arc::clone(self);
         let kept = async move {
@@ -401,14 +403,14 @@ impl Server {
         kept.await
     }
 
-    /// Notes that an answer is about to name a rank's process. From then on no older one may do anything here.
+    /// Notes that an answer is about to name a rank's process. From then on an older process must have no effect here.
     fn promise(&self, rank: Rank, incarnation: Incarnation) {
         let mut disk = lock(&self.disk);
         let newest = disk.promised.entry(rank).or_default();
         *newest = incarnation.max(*newest);
     }
 
-    /// Checks that no answer has named a newer process than the one whose call has an effect.
+    /// Reports a fault if a call has an effect after an answer has named a newer process of its rank.
     fn acts(&self, rank: Rank, incarnation: Incarnation) {
         let newest = lock(&self.disk).promised.get(&rank).copied().unwrap_or_default();
         if newest > incarnation {
@@ -697,7 +699,7 @@ impl Server {
             let request = tokio::select! {
                 biased;
                 request = incoming.next::<v1::PushRequest>() => request.map_err(broken)?,
-                // An idle worker must learn that gradients which it sent may be needed again.
+                // An idle worker must learn that the server may need its gradients again, so the stream ends.
                 _ = changed.wait_for(|_| self.instance().as_ref().is_none_or(is_cut)) => {
                     return Err(recovering());
                 }
@@ -741,7 +743,7 @@ impl Server {
             })?;
             return Ok(Admission::New(()));
         }
-        // The payload arrives while other calls are served.
+        // Other calls are served while the payload arrives.
         let time = self.sim.part_of(Duration::from_micros(500));
         self.sim.sleep(time).await;
         let is_whole = crc32(&request.payload) == chunk.crc32;
@@ -813,7 +815,7 @@ impl Server {
         for (owned, shard) in self.with(asked)?.into_iter().rev() {
             let check = |instance: &mut Instance| {
                 instance.machine.check_stats(step)?;
-                // A decision has taken the shard from this server meanwhile.
+                // After a decision on a move or a loss, this server may no longer own the shard.
                 if !instance.machine.owns(owned, step) {
                     return Ok(Some(None));
                 }

@@ -2,7 +2,7 @@
 
 use std::{env, path::PathBuf, process::Command};
 
-/// The environment variable that names a folder to look in, instead of the test executable's.
+/// The environment variable that names the folder of the binaries. Without it, they are beside the test executable.
 const DIR_VARIABLE: &str = "LONGSHORE_BIN_DIR";
 
 /// Returns a command for `longshore` or `longshored`, without the caller's `LONGSHORE_*` variables.

@@ -25,8 +25,8 @@ pub fn done<Text: AsRef<OsStr>>(arguments: impl IntoIterator<Item = Text>) -> Ou
     output
 }
 
-/// Runs `longshored` with these arguments. A server that begins to serve is killed at the deadline, which fails the
-/// test.
+/// Runs `longshored` with these arguments. The server must refuse to start: if it serves, the test fails at the
+/// deadline.
 pub fn longshored<Text: AsRef<OsStr>>(arguments: impl IntoIterator<Item = Text>) -> Output {
     run("longshored", binaries::command("longshored").args(arguments))
 }

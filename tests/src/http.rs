@@ -56,9 +56,9 @@ pub fn json(address: &str, path: &str) -> Value {
     serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error} in {body}"))
 }
 
-/// Returns the samples of `/metrics` by name and labels, such as `longshore_jobs{state="paused"}`. Checks the
-/// text's form: a sample belongs to the family named before it, no sample repeats, and the text ends as
-/// OpenMetrics requires.
+/// Returns the values of `/metrics`, keyed by name and labels, such as `longshore_jobs{state="paused"}`. Checks the
+/// text's form: a sample belongs to the family named before it, no sample repeats, and the text ends as OpenMetrics
+/// requires.
 pub fn metrics(address: &str) -> BTreeMap<String, f64> {
     let request =
         format!("GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAccept: {OPEN_METRICS}\r\n\r\n");

@@ -1,5 +1,5 @@
-//! Hosts of their own on one machine: network namespaces, and links between them with a rate, a delay and random loss. A
-//! test cuts a link one way and mends it.
+//! Hosts of their own on one machine: network namespaces, and links between them with a rate, a delay and random loss.
+//! A test cuts a link one way and mends it.
 //!
 //! `links.py` carries the packets. The relay needs root, /dev/net/tun, and the programs `ip` and `nsenter`.
 
@@ -52,7 +52,7 @@ impl Links {
         }
     }
 
-    /// Sets each link's rate in bytes a second, its delay one way in seconds, and the part of lost packets.
+    /// Sets each link's rate in bytes a second, its delay one way in seconds, and the fraction of packets lost.
     pub fn set(&mut self, rate: f64, delay: f64, loss: f64) {
         for (name, value) in [("rate", rate), ("delay", delay), ("loss", loss)] {
             self.ask(&format!("{name} {value}"));
@@ -69,7 +69,7 @@ impl Links {
     }
 
     fn ask(&mut self, command: &str) -> String {
-        // A single write: the relay reads whole lines.
+        // A single write, so that the relay never reads half a line.
         self.commands.write_all(format!("{command}\n").as_bytes()).expect("the relay takes commands");
         self.answer()
     }
@@ -80,7 +80,7 @@ impl Links {
         line.trim().to_string()
     }
 
-    /// Returns a command that runs its arguments as a command on a host.
+    /// Returns a program with a flag. Its further arguments are a command, which runs on the host.
     pub fn on(&self, host: usize) -> [String; 2] {
         ["nsenter".to_string(), format!("--net={}", self.namespaces[host])]
     }

@@ -23,11 +23,11 @@ pub const END_STREAM: u8 = 1;
 pub const ACK: u8 = 1;
 pub const END_HEADERS: u8 = 4;
 
-/// An error code of GOAWAY.
+/// The error code of a GOAWAY that reports no error.
 pub const NO_ERROR: u32 = 0;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// A server that reads nothing for 2 s counts as holding the peer back.
+/// Longest time for a write. A server that reads nothing for 2 s counts as holding the peer back.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A received frame.
@@ -64,7 +64,7 @@ pub fn call(path: &str) -> Vec<u8> {
 
 /// Returns the same headers with a token, if given.
 pub fn call_as(path: &str, token: Option<&str>) -> Vec<u8> {
-    // HTTP/2's static table has POST, http, and the names of path, authority, content type and authorization.
+    // The static table of HPACK has POST, http, and the names of path, authority, content type and authorization.
     let mut bytes = vec![0x83, 0x86];
     let mut literal = |name: &[u8], value: &str| {
         bytes.extend_from_slice(name);
@@ -99,7 +99,8 @@ impl Peer {
         Peer::over(Peer::silent(address)?.socket)
     }
 
-    /// Connects from 127.200.x.y, whose low 16 bits are `host`: the server sees another host.
+    /// Connects from the loopback address 127.200.x.y, where x.y are the bytes of `host`. The server takes each such
+    /// address for another host.
     pub fn from_host(host: u16, address: &str) -> io::Result<Peer> {
         let [high, low] = host.to_be_bytes();
         let socket = net::socket(AddressFamily::INET, SocketType::STREAM, None)?;

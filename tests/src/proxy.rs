@@ -1,4 +1,4 @@
-//! A TCP proxy in front of a server. A test sets the network's rate, or ends it.
+//! A TCP proxy in front of a server. A test limits the rate, or ends all connections.
 
 use std::{
     io::{Read, Write},
@@ -13,7 +13,7 @@ use std::{
 
 use crate::{process::DEADLINE, server::Longshored};
 
-/// Bytes passed on at once: few compared with a push, so a slow network is slow throughout.
+/// Bytes that are passed on at once. A push has many such pieces, so a limited rate slows all of it.
 const PIECE_BYTES: usize = 8 * 1024;
 /// Interval at which a test looks at the bytes passed.
 const POLL: Duration = Duration::from_millis(2);

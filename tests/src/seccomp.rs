@@ -1,6 +1,6 @@
 //! A filter of system calls like those of container runtimes.
 
-/// A command that runs its arguments as a command, with io_uring refused.
+/// A program with arguments. Its further arguments are a command, which runs with io_uring refused.
 pub const WITHOUT_IO_URING: [&str; 3] = ["python3", "-c", FILTER];
 
 const FILTER: &str = "\

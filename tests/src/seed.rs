@@ -1,5 +1,4 @@
-//! Repeatable random tests. LONGSHORE_SEED sets the seed. A failing test prints it, and a slow test always
-//! does.
+//! Repeatable random tests. LONGSHORE_SEED sets the seed. A failing test prints the seed, and a slow test always does.
 
 use std::{
     env,
@@ -44,7 +43,7 @@ impl Random {
         self.generator.next_u64() % end
     }
 
-    /// Returns a random part of `longest`.
+    /// Returns a random time of at most `longest`.
     pub fn part_of(&mut self, longest: Duration) -> Duration {
         longest.mul_f64(self.generator.next_u64() as f64 / u64::MAX as f64)
     }

@@ -21,9 +21,10 @@ pub struct ServerOptions {
     isa: Option<String>,
     checkpoint_dir: Option<PathBuf>,
     arguments: Vec<String>,
-    /// A command that runs the server. The server's arguments follow it.
+    /// The program and first arguments of the command that runs the server, such as `nsenter`. The server's path and
+    /// flags follow.
     under: Vec<String>,
-    /// Flags for state folders, and the parent of each server's folder.
+    /// Flags of state folders. Each has a root, in which each server gets a folder of its own.
     state_roots: Vec<(&'static str, PathBuf)>,
     allowed: Vec<String>,
 }
@@ -67,8 +68,8 @@ impl ServerOptions {
         self
     }
 
-    /// Sets a command that runs the server: its arguments are the program and the program's arguments, and it
-    /// execs them.
+    /// Sets a program with its arguments, which replaces itself with the server. Its last arguments are the server's
+    /// path and flags.
     pub fn under(mut self, command: &[&str]) -> ServerOptions {
         self.under = command.iter().map(ToString::to_string).collect();
         self
@@ -158,7 +159,7 @@ impl Longshored {
         for line in self.process.stderr().lines() {
             let level = serde_json::from_str::<Value>(line).map(|value| value["level"].clone());
             let loud = level.map_or(true, |level| level == "WARN" || level == "ERROR");
-            // A machine without huge pages must not fail the test.
+            // A machine that refuses huge pages must not fail the test.
             let allowed =
                 ["huge pages refused"].into_iter().chain(self.options.allowed.iter().map(String::as_str));
             if loud && !allowed.into_iter().any(|text| line.contains(text)) {

@@ -98,7 +98,7 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        // `script` owns the terminal, so its end hangs up on the program.
+        // `script` owns the terminal, so the end of `script` sends the program a SIGHUP.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

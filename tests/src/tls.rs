@@ -43,8 +43,8 @@ impl Authority {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         let key = KeyPair::generate().expect("a key");
         let mut params = CertificateParams::new(Vec::new()).expect("no names");
-        // Each authority needs its own name: with one name, certificates of either would look forged by the
-        // other.
+        // Each authority needs its own name. With equal names, each one's certificates would look like forgeries of the
+        // other's.
         let name = format!("authority {}", NEXT.fetch_add(1, Ordering::Relaxed));
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

@@ -18,7 +18,7 @@ use crate::{
     undisturbed::Undisturbed,
 };
 
-/// A layer of width 128 has 268160 parameters: five blocks, and so five shards of the smallest size.
+/// A model of one layer of width 128 has 268160 parameters. They fill five blocks, so five shards of the smallest size.
 const MODEL: [&str; 10] =
     ["--layers", "1", "--width", "128", "--heads", "2", "--context", "32", "--batch", "4"];
 
@@ -30,7 +30,8 @@ pub struct Train {
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
     allowed: Vec<String>,
-    /// A command that runs the trainer. The trainer's arguments follow it.
+    /// The program and first arguments of the command that runs the trainer, such as `nsenter`. The trainer's path and
+    /// flags follow.
     under: Vec<String>,
 }
 
@@ -64,7 +65,8 @@ impl Train {
         self
     }
 
-    /// Trains until [`Running::stop`]. The learning rate is constant, so [`Train::hash_after`] as many steps is the same.
+    /// Trains until [`Running::stop`]. The learning rate is constant, so the weights do not depend on the number of
+    /// steps to come.
     pub fn endless(self) -> Train {
         self.args(["--steps", "1000000", "--lr-floor", "1"])
     }
@@ -86,7 +88,7 @@ impl Train {
         self
     }
 
-    /// Sets a command that runs the trainer, and execs it.
+    /// Sets a program with its arguments, which replaces itself with the trainer.
     pub fn under(mut self, command: &[String]) -> Train {
         self.under = command.to_vec();
         self
@@ -129,7 +131,7 @@ impl Train {
         self.start().finish()
     }
 
-    /// Returns the end of the same run without disturbance. All tests share a single run.
+    /// Returns the result of a run with the same settings that nothing disturbs. All tests share that run.
     ///
     /// # Panics With servers: a remembered run has an embedded server.
     pub fn undisturbed(&self) -> Undisturbed {
@@ -137,7 +139,7 @@ impl Train {
         Undisturbed::of(self)
     }
 
-    /// Returns the state hash after so many steps without disturbance, on an embedded server.
+    /// Returns the state hash after `steps` steps of an undisturbed run on an embedded server.
     pub fn hash_after(&self, steps: u64) -> String {
         assert!(self.servers.is_empty(), "an undisturbed run is on an embedded server");
         self.clone().args(["--steps", &steps.to_string()]).run().end.state_hash
@@ -159,7 +161,7 @@ pub struct Running {
     pub process: Process,
     events: Vec<Event>,
     allowed: Vec<String>,
-    /// The process reads the corpus when it starts, which may be after the drop of its `Train`.
+    /// The text to train on. The process reads it at its start, which may be after the drop of its `Train`.
     _corpus: Arc<TempDir>,
 }
 
@@ -225,12 +227,12 @@ impl Running {
         Run::from(self.done())
     }
 
-    /// Like `finish`, for a rank that prints no event at its end.
+    /// Waits for the successful end of a rank that prints no end event, as ranks other than 0.
     pub fn done(self) -> Said {
         self.ended(0)
     }
 
-    /// Stops the run with SIGTERM after its current step. Returns its end.
+    /// Sends SIGTERM, upon which the run finishes its current step. Returns the event of its end.
     pub fn stop(self) -> End {
         self.process.terminate();
         let mut said = self.ended(143);
@@ -245,7 +247,7 @@ impl Running {
         let (code, stderr) = (self.process.code(), self.process.stderr());
         assert_eq!(code, wanted, "the worker failed: {stderr}");
         let loud = |line: &&str| line.contains(" WARN ") || line.contains(" ERROR ");
-        // A busy machine must not fail the test.
+        // A busy machine may make a worker report a slow wait, which must not fail the test.
         let slow = |line: &&str| line.contains("still waiting");
         let allowed = |line: &&str| slow(line) || self.allowed.iter().any(|text| line.contains(text));
         let unexpected = stderr.lines().filter(loud).any(|line| !allowed(&line));
@@ -281,8 +283,8 @@ impl Said {
         self.steps().last().map_or(0, |step| step.step)
     }
 
-    /// Checks that step numbers are consecutive, from the first step of `start`. A run that starts over in
-    /// place prints another start.
+    /// Checks that step numbers are consecutive, from the first step of `start`. A run that joins again prints another
+    /// start event.
     pub fn check_steps(&self) {
         let mut expected = None;
         for event in &self.events {
@@ -306,7 +308,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// Waits for the end of all ranks, and returns rank 0's.
+    /// Waits for the end of all ranks, and returns rank 0's run.
     pub fn of_ranks(ranks: Vec<Running>) -> Run {
         let mut said = ranks.into_iter().map(Running::done);
         let first = said.next().expect("rank 0");

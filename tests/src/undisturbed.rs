@@ -1,5 +1,5 @@
-//! Undisturbed training runs, whose bits other runs must reproduce. Each runs once for all tests and is
-//! remembered.
+//! Undisturbed training runs, whose bits other runs must reproduce. Each of them runs once, and its results are kept
+//! for all tests.
 
 use std::{
     fs::{self, File},
@@ -13,10 +13,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::train::{Run, Train};
 
-/// Outside of cargo's target folder, beside the other files that `tests/run` keeps.
+/// The folder of remembered runs, outside of cargo's target folder. `tests/run` keeps its other files beside this
+/// folder.
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../.cache/undisturbed");
 
-/// The end of a run, and its times when it was made.
+/// The state hash at a run's end, and the times that the run took.
 #[derive(Serialize, Deserialize)]
 pub struct Undisturbed {
     pub hash: String,
@@ -26,7 +27,7 @@ pub struct Undisturbed {
 }
 
 impl Undisturbed {
-    /// Returns the remembered run with the same flags, program and CPU, or trains on an embedded server.
+    /// Returns the remembered run with the same flags, program and CPU. If there is none, trains on an embedded server.
     ///
     /// The CPU belongs to the key because matrix kernels differ by CPU, and with them the bits of a training.
     pub(crate) fn of(train: &Train) -> Undisturbed {

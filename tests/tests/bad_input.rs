@@ -1,5 +1,5 @@
-//! Messages with one wrong field are refused by name where servers read them, and change nothing. The engine's
-//! tests have the fields that its own rules judge.
+//! Messages with one wrong field are refused by name where servers read them, and change nothing. Fields that the
+//! engine judges are in the engine's tests.
 
 use std::{fs::OpenOptions, os::unix::fs::FileExt, path::Path, time::Instant};
 
@@ -40,7 +40,8 @@ fn one_shard(job: &str, elements: u64) -> (JobSpec, Layout) {
     (spec, layout)
 }
 
-/// A job that is opened, joined, and filled with zeros after uploads that are refused.
+/// Opens a job and joins it. Tries uploads that the server must refuse, then fills the job with zeros. Returns the
+/// client.
 fn loaded(cluster: &Cluster, spec: &JobSpec, layout: &Layout) -> Raw {
     let (server, job) = (cluster.raw(0), spec.name.as_str());
     server.open(spec.to_wire(), &placement(&cluster.addresses(), layout), 0).expect("an open");
@@ -116,7 +117,7 @@ fn wrong_messages_are_refused_and_change_nothing() {
     ] {
         assert_fault(server.open(wrong, &placed, 0), Invalid, field, value, limit);
     }
-    // An older server cannot know what a newer client's fields mean.
+    // An older server cannot know the meaning of a newer client's fields.
     let newer = v1::OpenJobRequest {
         spec: Some(other()),
         placement: Some(placed.to_wire()),
@@ -131,13 +132,13 @@ fn wrong_messages_are_refused_and_change_nothing() {
     assert_eq!(server.push(right()), Ok(false));
     server.await_stats("job", 1);
     server.commit("job", INCARNATION, &decision(&spec, 1)).expect("the set is complete");
-    // After the decision no stored chunk is left to compare with, and the answer says so.
+    // After the decision the server has no stored chunk to compare with, so the answer is `decided`.
     let result = server.push_all(vec![right()]).expect("an answer").pop().expect("a result");
     assert!(result.decided && !result.duplicate && result.refusal.is_none(), "{result:?}");
     assert_eq!(server.progress("job").version, 1);
 }
 
-/// Rank 0 asks for a step's statistics before its gradients are there, and may die then.
+/// Rank 0 may die while it waits for a step's statistics. The server must then end the call.
 #[test]
 fn a_wait_for_statistics_ends_with_its_caller() {
     let cluster = Cluster::start(1);
@@ -151,8 +152,8 @@ fn a_wait_for_statistics_ends_with_its_caller() {
     eventually("the rank to be gone", || transport().is_empty().then_some(()));
 }
 
-/// In reverse order a chunk would wait for one behind it on its own stream. The server refuses it at once,
-/// not after a minute.
+/// In reverse order a chunk would wait for another one that follows on the same stream. The server refuses the chunk at
+/// once, not after a minute.
 #[test]
 fn micro_steps_out_of_order_are_refused_at_once_and_waits_end_when_asked_to() {
     let cluster = Cluster::start(1);
@@ -188,7 +189,7 @@ fn micro_steps_out_of_order_are_refused_at_once_and_waits_end_when_asked_to() {
     assert!(fault.remedy.contains("step 2, micro-step 0, shard 0 from rank 0"), "{fault:?}");
 }
 
-/// A failure is kept with the open job, and names that are none never get as far.
+/// A failed seal is kept with its job only if the job is open. Names with forbidden characters are refused before.
 #[test]
 fn a_checkpoint_that_fails_before_its_job_is_open_is_not_the_jobs() {
     let cluster = Cluster::start(1);
@@ -213,7 +214,7 @@ fn a_checkpoint_that_fails_before_its_job_is_open_is_not_the_jobs() {
     assert!(failure == fault.to_string() && !failure.contains('\n'), "{failure:?}");
 }
 
-/// A rank 0 whose successor has joined writes, seals and discards no checkpoint.
+/// Once its successor has joined, a process of rank 0 can write, seal and discard no checkpoint.
 #[test]
 fn a_replaced_rank_0_touches_no_checkpoint() {
     let cluster = Cluster::start(1);
@@ -242,8 +243,8 @@ fn a_replaced_rank_0_touches_no_checkpoint() {
     seal(new, vec![part]).expect("the part is still there");
 }
 
-/// A server of two cannot read its part. The other server must end with neither a half-restored job nor none
-/// at all.
+/// The second server of two cannot read its part. The first one must be left without a half-restored job. A job that
+/// was open before must still be there.
 #[test]
 fn a_restore_that_fails_on_one_server_leaves_nothing_on_the_other() {
     const SECOND: &str = "server-00002-of-00002.safetensors";
@@ -281,7 +282,7 @@ fn a_restore_that_fails_on_one_server_leaves_nothing_on_the_other() {
     let refused = restore();
     assert_eq!(refused.code, 1, "{refused:?}");
     check(&refused.stderr);
-    // A restore that opened the job itself leaves none.
+    // A restore that opened the job itself must also delete the job.
     opened().delete_job().expect("a deletion");
     let refused = restore();
     assert!(refused.code == 1 && refused.stderr.contains(SECOND), "{refused:?}");

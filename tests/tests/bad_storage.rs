@@ -1,5 +1,5 @@
-//! State directories that rot, vanish, fill up, or belong to something else. Server and command line name
-//! them and damage nothing. Once repaired, jobs continue to the right bits.
+//! State directories that rot, vanish, fill up, or belong to something else. The server and the command line name such
+//! a directory and damage nothing. Once repaired, jobs continue to the right bits.
 
 use std::{
     fs::{self, OpenOptions},
@@ -39,8 +39,7 @@ fn hash() -> String {
     Train::new(STEPS).undisturbed().hash
 }
 
-/// As in a container whose runtime refuses io_uring: threads do the reads and writes, and the log gives the
-/// reason.
+/// Threads do the reads and writes where io_uring is refused, as by a container's runtime. The log gives the reason.
 #[test]
 fn without_io_uring_a_job_has_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
@@ -111,7 +110,8 @@ fn bit_rot_is_named_and_one_step_back_is_whole() {
         file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
     };
     let mut found = None;
-    // Records, tables and the other slot lie between the flipped bytes.
+    // Some of the flipped bytes hit records, tables or the unused slot. The search goes on until a block of the state
+    // is hit.
     for at in (0..32).map(|part| (2 * part + 1) * bytes / 64) {
         flip(at);
         server.restart();
@@ -151,18 +151,18 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     assert!(said.contains(there.to_str().unwrap()) && said.contains("mount the disk again"), "{said}");
     let (stderr, _) = train.start().fails(PATIENCE);
     assert!(stderr.contains(there.to_str().unwrap()), "{stderr}");
-    // The disk is back, and opening the job suffices.
+    // Once the disk is back, opening the job suffices.
     fs::create_dir_all(there.parent().unwrap()).unwrap();
     fs::rename(&away, &there).unwrap();
     assert_eq!(train.run().end.state_hash, expected);
-    // The whole directory is gone, as with an unmounted disk, and the server does not start.
+    // The whole directory is gone, as with an unmounted disk. The server then does not start.
     server.process.kill();
     fs::rename(&dirs[0], root.path().join("gone")).unwrap();
     let refused = longshored(["--listen", "127.0.0.1:0", "--state-dir", dirs[0].to_str().unwrap()]);
     assert_eq!(refused.code, 1, "{refused:?}");
     assert!(refused.stderr.contains(dirs[0].to_str().unwrap()), "{refused:?}");
     assert!(refused.stderr.contains("check its path"), "{refused:?}");
-    // The folders below unused mount points are empty. No job begins in them until the missing one is given up.
+    // Unused mount points are empty folders. No job begins in them until the operator gives the missing job up.
     fs::rename(&dirs[1], root.path().join("gone-too")).unwrap();
     dirs.iter().for_each(|dir| fs::create_dir(dir).unwrap());
     server.restart();
@@ -173,7 +173,7 @@ fn a_vanished_directory_is_named_and_its_return_is_enough() {
     assert_eq!(train.run().end.state_hash, expected);
 }
 
-/// Returns the fault of a version that the server will never make durable.
+/// Waits for a version that the server will never make durable. Returns the fault.
 fn await_durable(address: &str, deadline: Duration) -> Fault {
     let request = AwaitDurableRequest {
         job: "default".to_string(),
@@ -265,7 +265,7 @@ fn another_job_is_not_begun_in_place_of_one_that_cannot_be_read() {
     assert!(status_of(&server).stdout.contains("mount the disk again"));
     is_refused(Train::new(STEPS).servers(&addresses[..1]), &["spec.tier", "mount the disk again"]);
     is_refused(self::train().servers(&addresses), &["placement.owners", "mount the disk again"]);
-    // With damaged headers the server cannot tell what the job is.
+    // With damaged headers the server cannot tell which settings the job had.
     fs::create_dir_all(job_folder(&dirs[1]).parent().unwrap()).unwrap();
     fs::rename(&away, job_folder(&dirs[1])).unwrap();
     let headers = [&dirs[0], &dirs[1]].map(|dir| job_folder(dir).join("header.json"));
@@ -295,7 +295,7 @@ fn status_forecasts_the_wear_of_drives() {
     assert!((days * day / 600e12 - 1.0).abs() < 1e-6, "{days} days at {day} bytes a day");
     let said = status_of(&server).stdout;
     assert!(said.contains("a step") && said.contains("a day, the rated"), "{said}");
-    // `longshore plan` predicts the same number.
+    // `longshore plan` must predict the same bytes a step.
     let of_job = [
         "plan",
         "--params",

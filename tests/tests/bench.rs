@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use longshore_tests::{command::longshore, server::ServerOptions};
 use serde_json::Value;
 
-/// Three shards, the last one shorter.
+/// Nine million parameters: three shards, the last one shorter.
 const PARAMS: &str = "9M";
 const SHARDS: usize = 3;
 
 fn step(more: &[&str]) -> Value {
     let fixed = ["bench", "step", "--params", PARAMS, "--rounds", "1", "--steps", "2", "--json"];
     let output = longshore([&fixed, more].concat());
-    // On a busy host filling the job may take long enough for a message.
+    // On a busy host the filling of the job may last until the message of a slow wait.
     let mut said = output.stderr.lines().filter(|line| !line.contains("still waiting for"));
     assert_eq!((output.code, said.next()), (0, None), "{output:?}");
     serde_json::from_str(&output.stdout).unwrap()
@@ -39,7 +39,7 @@ fn steps_of_servers_that_run_elsewhere_are_predicted_and_leave_nothing_there() {
     let servers = [(); 2].map(|()| ServerOptions::new().start());
     let addresses = servers.each_ref().map(|server| server.address()).join(",");
     for delay in ["0", "1"] {
-        // The links bind: 18 MB at 80 MB/s are 0.23 s each way.
+        // The links are the bottleneck: 18 MB at 80 MB/s take 0.23 s each way.
         let line = step(&["--servers", &addresses, "--link", "80M", "--compute-ms", "50", "--delay", delay]);
         assert_eq!(line["servers"], 2, "{line}");
         assert!(line["reserved_bytes"].as_u64().is_some_and(|bytes| bytes > 9_000_000 * 18 / 2), "{line}");

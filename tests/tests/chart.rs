@@ -49,7 +49,7 @@ fn servers_start_with_the_flags_of_the_chart() {
             std::fs::create_dir_all(&folder).unwrap();
             folder.display().to_string()
         };
-        // The same flags, with addresses, folders and memory that a test may use.
+        // The chart's flags, but with addresses, folders and memory that a test may use.
         let here = flags.iter().map(|flag| match flag.split_once('=').unwrap_or((flag, "")) {
             (flag @ ("--listen" | "--http"), _) => format!("{flag}=127.0.0.1:0"),
             (flag @ ("--state-dir" | "--checkpoint-dir"), _) => format!("{flag}={}", folder(flag)),

@@ -53,7 +53,7 @@ fn the_last_step_is_checkpointed_and_the_same_command_runs_again() {
     assert_eq!(written(&other.said)[2], "step-00000005.2");
     let longer = train(7).args(["--seed", "2"]).start_with(["--resume"]).finish();
     assert_eq!((longer.start.first_step, longer.end.checkpoint.as_deref()), (6, Some("step-00000007")));
-    // Several ranks are several processes, and the server runs in their parent.
+    // With several ranks, each rank is a process, and their parent embeds the server.
     let ranks =
         Train::new(3).args(["--world-size", "2", "--checkpoint-dir", &text(&folder.path().join("two"))]);
     assert_eq!(written(&ranks.run().said), ["step-00000003"]);
@@ -142,7 +142,8 @@ fn a_folder_that_takes_no_checkpoint_is_told_before_the_first_step() {
     assert!(folder.is_dir(), "made at start");
     take_away(&folder);
     let train = Train::new(5).args(["--checkpoint-every", "5"]).servers(&[server.address().to_string()]);
-    // The server reads that folder before it opens a new job: a note of an earlier release may name the job.
+    // The server reads that folder before it opens a new job. A note that an earlier release left there may name the
+    // job.
     let (stderr, said) = train.start().fails(PATIENCE);
     assert_eq!(said.steps().count(), 0);
     assert!(stderr.contains("OpenJob") && stderr.contains(&text(&folder)), "{stderr}");
@@ -155,7 +156,7 @@ fn a_folder_that_takes_no_checkpoint_is_told_before_the_first_step() {
     }
 }
 
-/// No process copies the parts of stopped servers between their folders. The resuming worker does.
+/// Each server's folder has only its own part. The worker that resumes copies parts between the folders.
 #[test]
 fn drained_servers_with_folders_of_their_own_resume() {
     let folders = [TempDir::new().unwrap(), TempDir::new().unwrap()];

@@ -116,7 +116,7 @@ fn checkpoints_of_a_running_job() {
         &["checkpoint before of version ", server.address()],
     );
     assert!(folder.path().join("default/before/manifest.json").is_file());
-    // Training continues meanwhile.
+    // Training continues while the checkpoint is written.
     running.until_steps(1);
     said(&call("checkpoint", &server, &[]), &["checkpoint step-0"]);
     let list = call("checkpoints", &server, &[]);
@@ -151,7 +151,7 @@ fn a_deleted_job_is_gone_with_its_memory() {
         stderr.contains("lost the state of job default") && stderr.contains(server.address()),
         "{stderr}"
     );
-    // The memory goes with the last call in progress.
+    // The memory of the deleted job is freed once its last call has ended.
     let start = Instant::now();
     while !call("status", &server, &[]).stdout.contains("0 B of 1.00 GiB reserved") {
         assert!(start.elapsed() < DEADLINE, "{:?}", call("status", &server, &[]));
@@ -159,7 +159,8 @@ fn a_deleted_job_is_gone_with_its_memory() {
     assert!(status(&one(&server)).is_empty());
 }
 
-/// Operators name the servers that the trainer was given. The job has five shards, and is on the first five.
+/// Operators name all six servers that the trainer was given. The job has five shards, so it is on the first five
+/// servers.
 #[test]
 fn a_job_of_fewer_shards_than_servers_is_lacking_on_none() {
     let mut servers = server::servers(6, &ServerOptions::new());
@@ -178,14 +179,14 @@ fn a_job_of_fewer_shards_than_servers_is_lacking_on_none() {
     }
     said(&longshore(["export", "--servers", &list, "--job", "default", "--out", &out]), &["version 3"]);
     refused(&longshore(["resume", "--servers", &list]), 1, &["nothing to resume"]);
-    // A lost part is still missed, on whichever server.
+    // A lost part is still reported, whichever server had it.
     servers[4].kill_and_restart();
     let lost = longshore(["status", "--servers", &list]);
     said(&lost, &[&format!("{}  does not hold this job", addresses[4]), "a part of the state is lost"]);
     refused(&longshore(["resume", "--servers", &list]), 1, &[&addresses[4], "must be open on this server"]);
 }
 
-/// A process stopped by SIGSTOP still accepts connections.
+/// The kernel still accepts connections for a process stopped by SIGSTOP, so only the missing answer shows the stop.
 #[test]
 fn a_stopped_server_hides_no_other() {
     let servers = server::servers(3, &ServerOptions::new());
@@ -233,7 +234,7 @@ fn what_cannot_be_is_refused_before_it_is_tried() {
     assert!(!output.stderr.contains("state_dir"), "{output:?}");
 }
 
-/// The same command, after servers of the memory tier restarted.
+/// The command of a run without --resume, after the servers of the memory tier have restarted.
 #[test]
 fn a_run_beside_checkpoints_says_how_to_go_on_from_them() {
     let folder = TempDir::new().unwrap();
@@ -250,7 +251,7 @@ fn a_run_beside_checkpoints_says_how_to_go_on_from_them() {
     }
 }
 
-/// `status` with some of a job's servers names the missing ones.
+/// `status` that is asked of some of a job's servers names the missing ones.
 #[test]
 fn status_of_some_servers_says_that_others_are_missing() {
     let servers = server::servers(2, &ServerOptions::new());
@@ -366,7 +367,7 @@ async fn health_and_reflection_answer_stock_clients() {
     assert_eq!(server.process.code(), 0);
 }
 
-/// Python's client implements only this version.
+/// Python's client knows only version v1alpha of reflection.
 #[tokio::test(flavor = "multi_thread")]
 async fn reflection_answers_clients_of_its_older_version() {
     use tonic_reflection::pb::v1alpha;
@@ -391,7 +392,7 @@ async fn reflection_answers_clients_of_its_older_version() {
     assert!(!files.file_descriptor_proto.is_empty());
 }
 
-/// A client with the default limit of 4 MiB receives a longer description whole.
+/// A client that accepts messages of 4 MiB, gRPC's default, receives a longer description whole.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_long_description_reaches_a_stock_client() {
     let server = ServerOptions::new().start();
@@ -534,7 +535,8 @@ fn a_killed_rank_ends_its_run_without_orphans() {
     }
 }
 
-/// A killed parent cannot end its ranks. The same command replaces them, and they notice.
+/// A killed parent cannot end its ranks. The same command starts new ranks, and these fence the old ones, which then
+/// end.
 #[test]
 #[cfg(target_os = "linux")]
 fn ranks_of_a_killed_parent_are_replaced() {

@@ -1,5 +1,5 @@
-//! The command lines of the documents and of errors' remedies: the binaries take every one, and sequences run
-//! against real servers.
+//! The command lines of the documents and of errors' remedies. The binaries' parsers take each of them, and sequences
+//! run against real servers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,7 +26,7 @@ use tokio::runtime::Runtime;
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 
-/// Programs of the documents that no test here runs, with the reason.
+/// Programs in the documents that no test of this file runs, with the reason.
 const ELSEWHERE: [(&str, &str); 24] = [
     (".ci/run", "runs these tests"),
     ("tests/run", "runs these tests"),
@@ -54,7 +54,7 @@ const ELSEWHERE: [(&str, &str); 24] = [
     ("useradd", "changes the host's users"),
 ];
 
-/// Parts of `longshore` lines that are parsed alone, with the reason.
+/// Parts of `longshore` lines, with a reason. A line with such a part is parsed, but not run.
 const NOT_RUN: [(&str, &str); 8] = [
     ("--lost", "needs a server that is lost; replicas.rs runs it beside ranks"),
     ("--wait", "waits until ranks make steps; scale.rs runs it beside them"),
@@ -66,7 +66,7 @@ const NOT_RUN: [(&str, &str); 8] = [
     ("--world-size 512", "simulates each GPU for seconds, as a test of plan does"),
 ];
 
-/// Setup of a command by its first words: the page takes the result of these lines for granted.
+/// Lines to run before a command that begins with these words, because its page takes their results for granted.
 const BEFORE: [(&str, &[&str]); 5] = [
     ("longshore checkpoint --job gpt", &[TRAIN_GPT]),
     ("longshore checkpoint --servers host1:7070,host2:7070 --job gpt", &[TRAIN_GPT]),
@@ -83,7 +83,7 @@ const BEFORE: [(&str, &[&str]); 5] = [
 const TRAIN_GPT: &str =
     "LONGSHORE_TLS_DIR=tls/worker longshore train --servers host1:7070,host2:7070 --job gpt";
 
-/// Lines of a section that says nothing of certificates or of the start of servers.
+/// Lines to run before a section that makes no certificates or starts no servers.
 const CERTIFICATES: &str = "longshore tls init tls --hosts host1,host2";
 const SERVERS: &str = "longshored --tls-dir server --checkpoint-dir /mnt/checkpoints";
 
@@ -161,11 +161,11 @@ fn calls(line: &str) -> Vec<Call> {
     line.split("&&").map(call).collect()
 }
 
-/// Checks that the binary's parser takes the words. Its help is asked for behind them, so nothing runs.
+/// Checks that the binary's parser takes the words. A final --help keeps the command from running.
 #[track_caller]
 fn is_taken(place: &str, words: &[String]) {
     let help = run(&words[0], binaries::command(&words[0]).args(&words[1..]).arg("--help"));
-    // Prose names a flag without its value.
+    // A flag may stand in prose without its value, so that complaint counts as taken.
     let taken = help.code == 0 || help.stderr.contains("a value is required");
     assert!(taken, "{place}: {}: {}", words.join(" "), help.stderr);
 }
@@ -207,7 +207,7 @@ fn every_command_line_of_the_pages_is_one_that_the_binaries_take() {
     assert!(count > 100, "{count} commands");
 }
 
-/// Servers, folder and variables of a sequence.
+/// Servers, folder and environment variables of a sequence of commands.
 struct Stage {
     servers: Vec<Longshored>,
     folder: TempDir,
@@ -221,7 +221,7 @@ impl Stage {
         self.folder.path().join(name).display().to_string()
     }
 
-    /// Runs a line of a page with addresses, folders and sizes of this test.
+    /// Runs a line of a page, with the test's own addresses, folders and sizes.
     fn line(&mut self, name: &str, line: &str) {
         if NOT_RUN.iter().any(|(part, _)| line.contains(part)) {
             return;
@@ -269,7 +269,7 @@ impl Stage {
         words
     }
 
-    /// Starts three servers with these flags, but addresses and memory of a test.
+    /// Starts three servers with these flags, except for addresses and memory.
     fn start(&mut self, words: &[String]) {
         self.servers.clear();
         let mut flags = without(words, &["--listen", "--memory"]);
@@ -283,7 +283,7 @@ impl Stage {
     fn run(&mut self, place: &str, words: &[String], variables: &BTreeMap<String, String>) {
         let subcommand = words[0].clone();
         let rest = without(&words[1..], &["--data", "--preset", "--rank"]);
-        // The text to train on goes with it.
+        // `train` owns the text to train on, which must outlive the command.
         let train = Train::new(2).args(rest).args(["--steps", "2"]);
         let mut command = match subcommand.as_str() {
             "train" => train.command(),
@@ -299,7 +299,7 @@ impl Stage {
         let is_used = |name: &&String| !(is_embedded && *name == "LONGSHORE_TLS_DIR");
         command.envs(variables.iter().filter(|(name, _)| is_used(name)));
         let done = run("longshore", command.current_dir(self.folder.path()));
-        // A plan may not fit, and a host may lack something: both are said by 1.
+        // With exit code 1, `plan` says that the job does not fit, and `doctor` that the host lacks something.
         let finds = ["plan", "doctor"].contains(&subcommand.as_str()) && done.code == 1;
         assert!(done.code == 0 || finds, "{place}: longshore {}: {done:?}", words.join(" "));
         self.ran.insert(subcommand);
@@ -314,7 +314,7 @@ impl Stage {
                 let channel = address.connect().await.unwrap();
                 let describe = DescribeRequest { job: "gpt".into(), ..Default::default() };
                 let job = AdminClient::new(channel.clone()).describe(describe).await.unwrap().into_inner();
-                // The rank of the ended run has left.
+                // The ended run's rank has left, so the test joins in its place with a higher incarnation.
                 let incarnation = job.ranks[0].incarnation + 1;
                 let join = JoinRequest { job: "gpt".into(), incarnation, ..Default::default() };
                 let pause = PauseRequest { job: "gpt".into(), incarnation, reason: "a test".into() };

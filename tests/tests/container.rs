@@ -21,7 +21,7 @@ use longshore_tests::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// A build of the whole workspace, on two shared cores.
+/// Deadline of a build of the whole workspace, on two shared cores.
 const BUILD: Duration = Duration::from_secs(3600);
 /// The settings of deploy/container/compose.yaml: the root file system is read-only, and all capabilities are
 /// dropped.
@@ -129,8 +129,8 @@ fn the_image_serves_unprivileged_and_drains() {
             "the binaries were built with a newer glibc than the image has: --soak builds them in it",
         );
     }
-    // Docker and podman exit so if the engine is at fault. With "exec" in the message the image's command is
-    // at fault.
+    // Docker and podman end with 125 or 126 if the engine is at fault. With "exec" in the message, the image's command
+    // is at fault instead.
     if matches!(version.code, 125 | 126) && !version.stderr.contains("exec") {
         return skip::skipped(&format!("{} runs no container here: {}", image.tool, version.stderr.trim()));
     }
@@ -146,7 +146,7 @@ fn the_image_serves_unprivileged_and_drains() {
     let said = server.line().unwrap_or_default();
     let address =
         said.strip_prefix("longshored listening on ").unwrap_or_else(|| panic!("{}", server.stderr()));
-    // The tool passes on stdout and stderr separately.
+    // stdout and stderr come separately, so the log may not have the status page's address yet.
     let page = eventually("the status page's address", || {
         let log = server.stderr();
         let (page, _) = log.split_once("url=http://")?.1.split_once('/')?;
@@ -161,7 +161,7 @@ fn the_image_serves_unprivileged_and_drains() {
         let trained = job.args(["--tier", tier]).servers(&[address.to_string()]).run();
         assert_eq!(trained.end.state_hash, expected, "{tier}: {}", server.stderr());
     }
-    // The other command, in its own container.
+    // The image's other program, `longshore`, runs in a container of its own.
     let mut status = image.command(&["run", "--entrypoint=/usr/bin/longshore"]);
     let status =
         run("status", status.args(HARDENED).args([&image.name, "status", "--json", "--servers", address]));
@@ -200,7 +200,7 @@ fn the_compose_files_commands_run_and_its_health_check_reads_no_state() {
         let words = |of: &Value| -> Vec<String> {
             of.as_array().unwrap().iter().map(|word| word.as_str().unwrap().to_string()).collect()
         };
-        // The same flags, with addresses and a folder that a test may use.
+        // The compose file's flags, but with addresses and a folder that a test may use.
         let state = folder.path().join(name);
         fs::create_dir(&state).unwrap();
         let flags = words(&service["command"]).into_iter().map(|flag| match flag.as_str() {

@@ -18,9 +18,9 @@ use longshore_worker::{
 };
 
 const NAME: &str = "late";
-/// The delay of a copy. Longer than a copy's time, so that code which does not wait finds the old bytes.
+/// The delay of a copy. The delay exceeds a copy's own time, so that code which does not wait finds the old bytes.
 const LATE: Duration = Duration::from_micros(300);
-/// Fills memory before a copy arrives. The bytes form no number with which a run could continue.
+/// The byte that fills memory until a copy arrives. Numbers of such bytes are NaN, so no run continues with them.
 const UNDEFINED: u8 = 0xFF;
 
 type Copy = Box<dyn FnOnce() + Send>;
@@ -37,7 +37,7 @@ struct LateMemory {
     _lease: Lease,
 }
 
-/// The host buffer, once the copy has arrived.
+/// A copy on its way to the host. The buffer is there once the copy has arrived.
 #[derive(Default)]
 struct Coming {
     host: Mutex<Option<HostBuffer>>,

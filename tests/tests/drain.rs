@@ -97,7 +97,7 @@ fn an_empty_server_stops_at_once() {
     }
 }
 
-/// An open call delays the drain by two seconds: time for a second signal.
+/// An open call delays the end of a drain by two seconds, which is time for a second signal.
 #[test]
 fn a_second_signal_stops_at_once() {
     let mut server = ServerOptions::new().allow("told to stop a second time").start();
@@ -111,7 +111,8 @@ fn a_second_signal_stops_at_once() {
     assert!(server.process.stderr().contains("told to stop a second time"), "{}", server.process.stderr());
 }
 
-/// Opens a job whose first step has all gradients and no decision. Its name sorts before the others.
+/// Opens a job whose first step has all gradients and no decision. Its name `a` sorts first, so a drain of one job
+/// after the other would begin here.
 fn undecided(server: &Longshored) -> Pipeline {
     let pipeline = undecided::undecided(server.address(), "a");
     eventually("the server to wait for the decision", || {
@@ -121,7 +122,7 @@ fn undecided(server: &Longshored) -> Pipeline {
     pipeline
 }
 
-/// The drain's deadline is 30 s.
+/// A drain that waited for the step would last until its deadline of 30 s.
 #[test]
 fn a_step_whose_ranks_are_gone_is_not_waited_for() {
     let mut server = ServerOptions::new().start();

@@ -1,5 +1,5 @@
-//! Holds docs/errors.md to the sources: each row's text stands in one, and each kind has its gRPC code. Each error
-//! of the worker's library has a row.
+//! Holds docs/errors.md to the sources. The text of each row stands in a source file, and each kind has its gRPC code.
+//! Each error of the worker's library has a row.
 
 use std::{fs, path::Path};
 
@@ -21,7 +21,7 @@ fn read(folder: &Path, sources: &mut String) {
     }
 }
 
-/// Returns the parts of a text between `{values}`, without those too short to tell anything.
+/// Returns the parts of a text between its `{values}`. Parts of at most three characters tell nothing and are left out.
 fn fixed(text: &str) -> impl Iterator<Item = &str> {
     let parts = text.split('{').enumerate();
     let outside = parts

@@ -1,4 +1,5 @@
-//! The HTTP address agrees with the command line and with the training. A flood of it harms no other client.
+//! The HTTP address agrees with the command line and with the training. A flood of HTTP connections harms no other
+//! client.
 
 use std::{
     fs,
@@ -36,7 +37,7 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
     let servers = [server(), server()];
     let names: Vec<String> = servers.iter().map(|server| server.address().to_string()).collect();
     let http: Vec<String> = servers.iter().map(http::address).collect();
-    // The name of a site that has its own name resolve to this address.
+    // DNS rebinding: a foreign site lets its own name resolve to this server's address.
     let rebound = "GET /status.json HTTP/1.1\r\nHost: evil.example.com:7071\r\nConnection: close\r\n\r\n";
     let (code, _, said) = http::ask(&http[0], rebound);
     assert!(code == 421 && said.contains("--http-host"), "{code} {said}");
@@ -59,10 +60,11 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
             let of_rank = samples.iter().filter(|(sample, _)| sample.starts_with(&start));
             (of_rank.clone().count(), of_rank.map(|(_, bytes)| bytes).sum::<f64>())
         };
-        // Two ranks, and each of them uses one transport.
+        // Each rank has one sample for each transport that it uses. Two ranks use one transport each.
         assert_eq!(of_ranks("pushed"), (2, of("pushed_bytes_total")));
         assert_eq!(of_ranks("pulled"), (2, of("pulled_bytes_total")));
-        // Master weights and two moments in and out, a sum in fp32, a 16-bit image.
+        // Bytes of an element's update: 24 for master weight and two moments in and out, 4 for an fp32 sum, 2 for a
+        // 16-bit image.
         assert_eq!(of("update_bytes_total"), of("elements") * 30.0 * STEPS as f64);
         assert_eq!(of("step_seconds_count"), (STEPS - 1) as f64);
         assert!(of("update_seconds_total") > 0.0 && of("sum_seconds_total") > 0.0);
@@ -76,7 +78,7 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
         assert_eq!(with("job_rank_last_step", "rank", "1"), STEPS as f64);
         let stage = |name: &str| with("job_stage_seconds_total", "stage", name);
         let stages = ["receive", "decide", "update", "pull"].map(stage);
-        // Each stage is shorter than its steps. All steps but the first are timed.
+        // The times of a stage add up to less than the run. Step times begin with the second step.
         assert!(stages.iter().all(|&seconds| seconds > 0.0 && seconds < 60.0), "{stages:?}");
         assert!(stage("update") >= of("update_seconds_total"), "{stages:?}");
         assert_eq!(of("queued_work"), 0.0);
@@ -97,7 +99,7 @@ fn metrics_and_page_agree_with_status_and_with_the_trainer() {
         assert_eq!(norms, expected);
         assert_eq!((job["name"].as_str(), job["servers"].as_u64()), (Some("default"), Some(2)));
         assert_eq!(job["pushed_bytes"], status.pushed_bytes);
-        // Each page lists all servers of a job.
+        // Each server's page lists all servers of a job.
         let members = job["members"].as_array().unwrap().iter();
         assert!(members.map(|member| member["address"].as_str().unwrap()).eq(names.iter()));
         let documented = include_str!("../../docs/observe.md");
@@ -122,14 +124,14 @@ fn keys(value: &serde_json::Value) -> Vec<String> {
     }
 }
 
-/// A worker that dies between gradient and decision leaves servers that lack the decision alone.
+/// After a worker's death between gradient and decision, the servers lack nothing but the decision.
 #[test]
 fn a_decision_that_does_not_come_is_waited_for_by_name() {
     let server = server();
     let (name, http) = (server.address().to_string(), http::address(&server));
     let pipeline = undecided(&name, "undecided");
     let waits = "the decision on step 1 (its commit) from rank 0";
-    // Before that the server waits for more chunks, and during the sum for nothing.
+    // Earlier the server waits for more chunks, and for nothing while it sums.
     eventually("the server to wait for the decision", || {
         let page = http::json(&http, "/status.json");
         (page["jobs"][0]["waiting_for"] == waits).then_some(())
@@ -164,7 +166,7 @@ fn what_drives_are_asked_is_counted_by_drive() {
     let of = |name: &str| samples[&format!("longshore_job_{name}{{job=\"default\"}}")];
     let sum =
         |operation| named.iter().map(|drive| of_drive("drive_bytes_total", drive, operation)).sum::<f64>();
-    // The store also writes joins, past the drives' queues.
+    // The store counts joins as written too, but does not write them through the drives' queues.
     let (written, told) = (sum("write"), of("drives_written_bytes_total"));
     assert!(written > 0.9 * told && written <= told, "{written} of {told}");
     assert!(sum("read") > 0.0);
@@ -188,7 +190,7 @@ fn refused_calls_are_counted_by_kind_and_a_deleted_job_leaves_no_samples() {
     let refused =
         |kind: &str| http::metrics(&http)[&format!("longshore_refused_calls_total{{kind=\"{kind}\"}}")];
     assert_eq!(refused("NOT_FOUND"), 0.0);
-    // The trainer first asks for the job's servers, whether the job exists, and for the server's clock.
+    // Before its job exists, the trainer asks for the job's servers, for the job, and for the server's clock.
     Train::new(2).servers(std::slice::from_ref(&name)).run();
     assert_eq!((refused("NOT_FOUND"), refused("INTERNAL")), (3.0, 0.0));
     // A damaged chunk is refused separately, on a call that goes on.
@@ -213,7 +215,7 @@ fn refused_calls_are_counted_by_kind_and_a_deleted_job_leaves_no_samples() {
 #[test]
 fn a_job_of_many_ranks_has_samples_of_the_first_64() {
     const RANKS: u32 = 100;
-    // Admission counts the memory of the ranks' connections.
+    // Admission counts the memory of 100 ranks' connections.
     let server = ServerOptions::new().args(FLAGS).memory("4GiB").start();
     let (name, http) = (server.address().to_string(), http::address(&server));
     let runtime = Runtime::new().unwrap();
@@ -253,7 +255,7 @@ fn a_job_of_many_ranks_has_samples_of_the_first_64() {
         [of("job_rank_last_step"), of("job_rank_pushed_bytes_total"), of("job_rank_pulled_bytes_total")];
     assert_eq!(counts, [64, 64, 1]);
     assert!(samples.contains_key("longshore_job_rank_last_step{job=\"wide\",rank=\"63\"}"));
-    // docs/observe.md: about 50 samples of a job beside those of its ranks.
+    // docs/observe.md promises about 50 samples a job, without those of its ranks.
     let of_job = samples.len() - alone - counts.iter().sum::<usize>();
     assert!((30..70).contains(&of_job), "{of_job} samples of the job beside its ranks': {samples:?}");
     drop(raw);
@@ -332,13 +334,13 @@ fn silent_and_endless_requests_end_and_hold_up_neither_training_nor_other_reader
     let http = http::address(&server);
     let mut worker = Train::new(200).servers(&[server.address().to_string()]).start();
     worker.until_step(3);
-    // Ten times the server's places: half are silent, and half begin headers without an end.
+    // Ten times as many connections as the server has places. Half are silent, and half begin headers without an end.
     let mut flood: Vec<TcpStream> = (0..320).map(|_| TcpStream::connect(&http).unwrap()).collect();
     for stream in flood.iter_mut().step_by(2) {
         // The server may have ended this connection already.
         let _ = stream.write_all(b"GET / HTTP/1.1\r\nX-Endless: ");
     }
-    // Kubernetes gives a probe one second. The server ends connections that hold a place after ten.
+    // Kubernetes gives a probe one second. The server ends connections that hold a place after ten seconds.
     for path in ["/healthz", "/readyz", "/metrics"] {
         let asked = Instant::now();
         assert_eq!(http::get(&http, path).0, 200);

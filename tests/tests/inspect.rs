@@ -1,4 +1,4 @@
-//! `longshore inspect` of servers' folders: whole, in use, damaged, and of the tier in memory.
+//! `longshore inspect` of servers' folders: whole ones, those in use, damaged ones, and those on a tmpfs.
 
 use std::{
     fs::{self, OpenOptions},
@@ -52,7 +52,7 @@ fn a_state_directory_is_verified_to_the_last_block() {
     assert!(text.stdout.contains(&format!("a server goes on from version {STEPS}")), "{text:?}");
 
     let data = dir.join("default/server-0-of-1/data");
-    // A byte of every stretch is flipped, which hits both slots and all shards.
+    // A flipped byte in every 64 KiB damages both slots and all shards.
     let file = OpenOptions::new().read(true).write(true).open(&data).unwrap();
     let bytes = file.metadata().unwrap().len();
     for at in (0..bytes).step_by(64 << 10) {

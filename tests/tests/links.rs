@@ -1,5 +1,6 @@
-//! Trainer and servers are on hosts of their own. Links have 25 MB/s and 200 ms there and back, and
-//! lose 1 % of all packets. A test cuts one way. The weights are those of an undisturbed run, and waits name the server at the other end.
+//! Trainer and servers are on hosts of their own. Links have 25 MB/s and 200 ms there and back, and lose 1 % of all
+//! packets. A test cuts one way. The weights are those of an undisturbed run, and waits name the server at the other
+//! end.
 
 use std::time::Duration;
 
@@ -17,10 +18,10 @@ const DELAY: f64 = 0.1;
 const LOSS: f64 = 0.01;
 const STEPS: u64 = 6;
 const DEADLINE: Duration = Duration::from_secs(3);
-/// Time beyond the deadline in which a worker ends: answers that do not come have times of their own.
+/// Time beyond the deadline within which a worker ends, since calls without an answer have deadlines of their own.
 const GRACE: Duration = Duration::from_secs(12);
 
-/// Makes hosts with bad links. None: the test is reported as skipped.
+/// Makes hosts with bad links. Returns None and reports the test as skipped where this machine has none.
 #[track_caller]
 fn bad_links(hosts: usize, random: &mut Random) -> Option<Links> {
     match Links::between(hosts, random.below(u64::MAX)) {
@@ -92,7 +93,7 @@ fn shards_move_once_a_link_between_servers_is_mended() {
         let is_named = |line: &str| line.contains("cannot be changed yet") && line.contains(source.address());
         said.lines().any(is_named).then_some(())
     });
-    // Steps go on meanwhile.
+    // Ranks make steps although the shards cannot move.
     running.until_steps(1);
     links.mend(0, 1);
     eventually("a rank on the new server", || {
@@ -111,7 +112,7 @@ fn shards_move_once_a_link_between_servers_is_mended() {
         line.contains(&format!("from server {}", source.address())).then_some(())
     });
     links.mend(0, 1);
-    // The moves would take as long again.
+    // Without this, the moves would take as long again.
     links.set(RATE, 0.0, 0.0);
     let done = links.longshore(2, &[&scale[..], &["--wait"]].concat());
     assert_eq!(done.code, 0, "{done:?}");

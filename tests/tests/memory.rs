@@ -24,7 +24,7 @@ const STEPS: u64 = 3;
 /// The step in which the slow rank stops.
 const STALLS_IN: u64 = 2;
 
-/// Returns the slow rank's stop. In the slow tests its 30 s are the longest absence that other ranks accept.
+/// Returns how long the slow rank stops. In the slow tests that is 30 s, the longest absence that other ranks accept.
 fn stall() -> Duration {
     Duration::from_secs(soak::pick(2, 30))
 }
@@ -133,7 +133,7 @@ fn take_what_was_admitted(tier: TierKind, options: ServerOptions) {
             waits.ends_with(&format!("from rank {SLOW}")).then_some(waits)
         });
         eprintln!("during the stall the server waits for {waits}");
-        // A wait without a condition: in this time a server without bounds would grow.
+        // Nothing is waited for: a server without bounds would grow in this time.
         thread::sleep(stalled);
         let (during, _) = memory_of(server.process.id());
         stall.end();

@@ -113,7 +113,7 @@ fn checked(expressions: &[String]) -> Output {
     let rule = |(index, expression): (usize, &String)| serde_json::json!({"record": format!("panel:{index}"), "expr": expression});
     let rules: Vec<Value> = expressions.iter().enumerate().map(rule).collect();
     let folder = TempDir::new().unwrap();
-    // JSON is YAML.
+    // promtool reads YAML, and JSON is valid YAML.
     let file = folder.path().join("rules.yml");
     fs::write(&file, serde_json::json!({"groups": [{"name": "dashboard", "rules": rules}]}).to_string())
         .unwrap();
@@ -143,7 +143,7 @@ fn every_expression_of_the_dashboard_parses() {
     let output = checked(&found);
     assert_eq!(output.code, 0, "{output:?}");
     assert!(output.stdout.contains(&format!("{} rules found", found.len())), "{output:?}");
-    // promtool finds a missing bracket.
+    // The check itself works: promtool refuses an expression with a missing bracket.
     found[3].pop();
     assert_ne!(checked(&found).code, 0);
 }

@@ -13,7 +13,7 @@ use longshore_tests::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Runs `longshore` with these words, and with `server` as the last.
+/// Runs `longshore` with these words on one server. Results are JSON.
 fn on(server: &Longshored, words: &[&str]) -> Output {
     longshore([words, &["--servers", server.address(), "--output", "json"]].concat())
 }
@@ -120,7 +120,7 @@ fn commands_without_servers_print_json() {
     assert_eq!(error(&json(&["inspect", &dir("none")]), 1)["exit_code"], 1);
 }
 
-/// Results that nobody got are a failure, as on a full disk.
+/// A command whose results cannot be written fails, as on a full disk.
 #[test]
 fn a_stdout_that_takes_nothing_is_an_error() {
     for words in [&["completions", "bash"][..], &["plan", "--params", "7B"], &["--help"]] {
@@ -142,7 +142,7 @@ fn errors_say_by_fields_what_is_wrong() {
     let mistyped = error(&longshore(["status", "--output=json", "--sevrers", "x"]), 2);
     assert_eq!((&mistyped["kind"], &mistyped["field"]), (&"USAGE".into(), &"--sevrers".into()));
     assert!(mistyped["remedy"].as_str().unwrap().contains("--servers"), "{mistyped}");
-    // The older flag changes results alone, so scripts that parse errors still work.
+    // The older flag --json changes only results, and errors stay text for scripts that parse them.
     let older = longshore(["status", "--servers", "127.0.0.1:1", "--json"]);
     assert!(
         older.code == 1 && older.stderr.starts_with("longshore: 127.0.0.1:1 cannot be reached"),
@@ -220,7 +220,7 @@ fn clusters_have_names() {
     assert_eq!(asked(&[("LONGSHORE_CLUSTER", "second")], &[]), second.address());
     assert_eq!(asked(&[("LONGSHORE_SERVERS", first.address())], &["--cluster", "second"]), second.address());
     assert_eq!(asked(&[("LONGSHORE_CLUSTER", "second")], &["--servers", first.address()]), first.address());
-    // Servers are the narrower word.
+    // A list of servers is more specific than a cluster, so the list counts.
     let both = [("LONGSHORE_SERVERS", first.address()), ("LONGSHORE_CLUSTER", "second")];
     assert_eq!(asked(&both, &[]), first.address());
     let list = config.longshore(&[], &["clusters"]);
@@ -229,7 +229,7 @@ fn clusters_have_names() {
     assert_eq!(objects(&json, &["cluster", "default", "servers", "tls_dir", "token_file"]).len(), 2);
     let both = config.longshore(&[], &["status", "--cluster", "first", "--servers", "a:1"]);
     assert!(both.code == 2 && both.stderr.contains("--cluster"), "{both:?}");
-    // A trainer connects to a named cluster, but never to the default one.
+    // Training commands take a cluster only by name, so this plan does not connect to the default one.
     let trained = config.longshore(&[], &["plan", "--params", "1M"]);
     assert_eq!(trained.code, 0, "{trained:?}");
 }

@@ -1,5 +1,5 @@
-//! All ranks and servers skip a step whose gradient overflows, and the loss scale follows its rule. At the
-//! floor a job waits for an operator without loss.
+//! All ranks and servers skip a step whose gradient overflows, and the loss scale follows its rule. At the smallest
+//! scale a job waits for an operator, and loses nothing.
 
 use std::{
     sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
@@ -28,7 +28,7 @@ fn plan(steps: u64, options: LossScalerOptions) -> Scenario {
     Scenario { gradient: Dtype::F16, image: Dtype::F16, scale, clip: Some(1.0), ..Scenario::exact(steps) }
 }
 
-/// No gradient of two ranks survives the first scale, 2^40. At the end one rank overflows alone.
+/// The loss scale begins at 2^40, where the gradients of both ranks overflow. In step 30 only rank 1 overflows.
 #[test]
 fn one_ranks_overflow_skips_the_step_for_all() {
     let spike = Spike { step: 30, rank: 1, param: 0, element: 65_000, value: f32::INFINITY };
@@ -43,13 +43,13 @@ fn one_ranks_overflow_skips_the_step_for_all() {
     assert_eq!(trace.steps[29].overflow.as_deref(), Some("cool, element 65000"));
 }
 
-/// Scale 4, 2, then 1, which is the floor: step 3 is the last before the pause.
+/// The scale is 4, 2, then 1, the smallest one. Step 3 is the last before the pause.
 const FLOOR: LossScalerOptions =
     LossScalerOptions { initial: 4.0, window: 1000, hysteresis: 1, consecutive_hysteresis: false, min: 1.0 };
 const PAUSED_AT: u64 = 3;
 const STEPS: u64 = 6;
 
-/// A model beyond f16's range at scale 1, and within it at 0.5.
+/// A model whose gradients exceed f16's range at scale 1, but not at 0.5.
 fn too_hot() -> Synthetic {
     Synthetic { constants: vec![(1, 70_000.0)], ..model() }
 }
@@ -142,8 +142,8 @@ fn give_up(cluster: &Cluster, model: &Synthetic, job: &str, rank: u32, seen: &mu
     assert_eq!(cluster.raw(1).progress(job).phase(), Phase::Paused, "the job is still there");
 }
 
-/// An operator's command died halfway. Rank 0 or its successor completes it on the other server. Ranks that give up in
-/// the pause start again before or after the command, and wait for its end too.
+/// An operator's resume died after one of two servers. Rank 0 or its successor resumes the other server. Ranks that
+/// gave up in the pause start again before or after the resume, and wait for its end too.
 #[test]
 fn a_resume_that_reached_one_server_reaches_the_other() {
     let cluster = Cluster::start(2);
@@ -180,7 +180,7 @@ fn a_resume_that_reached_one_server_reaches_the_other() {
             resumed.store(true, SeqCst);
             ranks.into_iter().map(|rank| rank.join().expect("a rank")).collect()
         });
-        // A rank that died in that step does not know its outcome.
+        // A rank that died in the paused step does not know its outcome.
         ranks.iter_mut().for_each(|rank| rank.outcomes.retain(|outcome| outcome.step.0 != PAUSED_AT));
         let trace = run::collect(&cluster, &model, &plan, job, ranks);
         let mut expected = expected(&model, 0.5);

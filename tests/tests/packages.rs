@@ -10,7 +10,7 @@ use std::{
 use longshore_tests::{binaries, command::run, skip};
 use tempfile::TempDir;
 
-/// dpkg-deb then takes seconds instead of a minute on a busy machine. The package's size is not tested.
+/// Without compression, dpkg-deb takes seconds instead of a minute on a busy machine. The package's size is not tested.
 const QUICKLY: [(&str, &str); 1] = [("DPKG_DEB_COMPRESSOR_LEVEL", "0")];
 
 const DPKG: [&str; 4] = ["dpkg-deb", "dpkg", "objdump", "strip"];
@@ -211,7 +211,8 @@ fn a_release_made_twice_is_the_same_and_its_commands_run() {
     let made = ["first", "second"].map(|name| {
         let out = root.path().join(name);
         let mut command = Command::new(&release);
-        // The binaries under test: building a release's own takes as long as all other builds together.
+        // The binaries under test are packed, since building a release's own takes as long as all other builds
+        // together.
         command.arg("--without-wheel").arg("--binaries").arg(built_at()).arg(&out);
         let made = run("deploy/release", command.env("SOURCE_DATE_EPOCH", "1700000000").envs(QUICKLY));
         assert_eq!(made.code, 0, "{made:?}");

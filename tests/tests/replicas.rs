@@ -1,5 +1,5 @@
-//! Shards have two holders. A server that is lost for good takes no step with it: the weights are those of an undisturbed
-//! run. The simulation loses servers at any moment of a step. Here operators' commands, logs, metrics and
+//! Shards have two holders. A server that is lost for good takes no step with it: the weights are those of an
+//! undisturbed run. The simulation loses servers at any moment of a step. Here operators' commands, logs, metrics and
 //! memory are those of real processes.
 
 use std::{
@@ -34,7 +34,7 @@ fn start(train: &Train, ranks: usize) -> Vec<Running> {
     train.clone().args(["--replicas", "2"]).start_ranks(ranks)
 }
 
-/// Stops rank 0. The weights are those of an undisturbed run of as many steps.
+/// Stops rank 0. The weights must be those of an undisturbed run of as many steps.
 fn ends_with_the_same_bits(train: &Train, mut running: Vec<Running>) {
     let end = running.remove(0).stop();
     assert_eq!(end.state_hash, train.hash_after(end.version), "at version {}", end.version);
@@ -51,8 +51,8 @@ fn until_replicated(servers: &[String]) {
     done(wish);
 }
 
-/// A server of two is lost, and no operator says so. A witness, which keeps no shard, tells the side that goes on. A job
-/// with one server and a witness, and a wish for witnesses alone, are refused.
+/// A server of two is lost, and no operator says so. A witness, which keeps no shard, tells which server is lost. A job
+/// with one server and a witness is refused, and so is a wish for witnesses alone.
 #[test]
 fn a_witness_decides_which_of_two_servers_goes_on() {
     let train = replicated(1, &[]).args(["--deadline-s", "15"]);
@@ -77,7 +77,8 @@ fn a_witness_decides_which_of_two_servers_goes_on() {
     assert!(of_witness.iter().all(|of| of.pushed_bytes == 0), "{of_witness:?}");
     drop(servers.remove(Random::new().below(2) as usize));
     let left = [servers[0].address(), witness.address()].map(String::from);
-    // Lines of earlier steps may be on their way. The loss is decided with the second step from here at the latest.
+    // The loss is decided with the second step from here at the latest. Three more steps allow for output that is still
+    // on its way.
     let version = job_status(&left).servers.iter().map(|of| of.version).max().unwrap();
     running[0].until_step(version + 5);
     let end = running.remove(0).stop();
@@ -85,13 +86,13 @@ fn a_witness_decides_which_of_two_servers_goes_on() {
     assert_eq!(job_status(&left).state_hash, Some(end.state_hash));
 }
 
-/// An operator gives lost servers up. Some are lost with a rank of their host, and new ones take the place of the first.
-/// The last two are not replaced, and one server is left.
+/// An operator gives lost servers up. Some are lost with a rank of their host, and new ones take the place of the
+/// first. The last two are not replaced, and one server is left.
 #[test]
 fn servers_of_a_delayed_job_are_lost_one_after_the_other() {
     const A_RUN: u64 = 10;
     let losses: u64 = soak::pick(2, 100);
-    // A rank that is started again in the middle of a step may send another gradient.
+    // A rank that starts again in the middle of a step may send owner and replica different gradients.
     let train = replicated(2, &DELAYED).allow("have other gradients");
     let mut random = Random::new();
     for run in 0..losses.div_ceil(A_RUN) {
@@ -133,7 +134,7 @@ fn lose_one(servers: &mut Vec<Longshored>, rank: &mut Running, random: &mut Rand
     lost.address().to_string()
 }
 
-/// Counts rank 0's words to another server that the server at `lost` of three is lost.
+/// Counts the lines in another server's log by which rank 0 says that the server at `lost` is lost.
 fn words_of_loss(servers: &[Longshored], lost: usize) -> usize {
     let log = servers[(lost + 1) % 3].log();
     let is_word =
@@ -148,14 +149,15 @@ fn until_back(addresses: &[String], rank: &mut Running) {
     }
 }
 
-/// No operator acts. Rank 0 gives up a server that was started again without its state, and one that was silent. The job comes
-/// back to both. Then another server dies for good with rank 0, whose next process gives that server up.
+/// No operator acts. Rank 0 gives up a server that was started again without its state, and one that was silent. The
+/// job comes back to both. Then another server dies for good with rank 0, whose next process gives that server up.
 #[test]
 fn a_job_outlives_servers_that_no_operator_speaks_of() {
     let train = replicated(2, &DELAYED).args(["--deadline-s", "15"]);
     let train =
         train.allow("still waiting for a server").allow("not given up yet").allow("cannot be changed yet");
-    // At the end rank 0 and a server die together, which may be in the middle of a step.
+    // At the end rank 0 and a server die together. In the middle of a step, owner and replica may then have different
+    // gradients.
     let train = train.allow("have other gradients");
     let mut random = Random::new();
     let mut servers = server::servers(3, &ServerOptions::new().allow("cannot be fetched yet"));
@@ -167,7 +169,7 @@ fn a_job_outlives_servers_that_no_operator_speaks_of() {
         let at = random.below(3) as usize;
         let before = words_of_loss(&servers, at);
         servers[at].kill_and_restart();
-        // The job may be back before the next look at its servers.
+        // The job may be back on the server before its status is asked for, so the log counts.
         eventually("a word of its loss", || (words_of_loss(&servers, at) > before).then_some(()));
         until_back(&addresses, &mut running[0]);
         until_replicated(&addresses);
@@ -228,7 +230,7 @@ fn flip_a_bit(servers: &[Longshored], of: usize, running: &mut Running, random: 
         if is_flipped {
             return;
         }
-        // The rank was stopped in the middle of a decision.
+        // The rank was stopped in the middle of a decision, so the servers have two versions.
         running.until_steps(1);
     }
 }
@@ -273,8 +275,8 @@ fn places(memory: &File, range: std::ops::Range<u64>, bytes: &[u8]) -> Vec<u64> 
     (0..found.len()).step_by(4).filter(at).map(|at| range.start + at as u64).collect()
 }
 
-/// A bit flips in a server's memory between two steps. The log and the metrics name it, and the shard gets a second holder
-/// again. The engine's tests flip bits of any shard.
+/// A bit flips in a server's memory between two steps. The log and the metrics name it, and the shard gets a second
+/// holder again. The engine's tests flip bits of any shard.
 #[test]
 fn a_delayed_job_outlives_flipped_bits() {
     let train = replicated(2, &DELAYED).allow("has flipped");

@@ -1,5 +1,5 @@
-//! Rare paths back to a checkpoint: an unmounted drive, an interrupted restore, a damaged checkpoint, and
-//! ranks that start at any moment of it.
+//! Rare paths back to a checkpoint: an unmounted drive, an interrupted restore, a damaged checkpoint, and ranks that
+//! start at any moment of a restore.
 
 use std::{
     fs::{self, OpenOptions},
@@ -44,7 +44,7 @@ fn train_until_cut(train: &Train) {
     running.kill();
 }
 
-/// Returns the versions of the sealed checkpoints, oldest first. A worker may make one more before its kill.
+/// Returns the versions of the sealed checkpoints, oldest first. A worker may make one more checkpoint before its kill.
 fn sealed(checkpoints: &Path) -> Vec<u64> {
     let entries = fs::read_dir(checkpoints.join("default")).unwrap().map(|entry| entry.unwrap().path());
     let sealed = entries.filter(|folder| folder.join("manifest.json").exists());
@@ -81,7 +81,7 @@ fn says(text: &str, words: &[&str]) {
     }
 }
 
-/// A server's state folder as with an unmounted drive: empty. Its files lie elsewhere meanwhile.
+/// A server's state folder that is empty, as with an unmounted drive. Its files are kept in `aside`.
 struct Unmounted {
     folder: PathBuf,
     aside: PathBuf,
@@ -137,12 +137,12 @@ fn healthy_state_is_not_deleted_because_another_drive_is_missing() {
     unmounted.mount();
     servers[2].restart();
     let run = train.run();
-    // Only a step that had not reached every drive at the kill may be lost.
+    // At most the step that had not reached every drive at the kill is lost.
     assert!(run.start.first_step >= CUT_AT, "{:?}", run.start);
     assert_eq!(run.end.state_hash, expected);
 }
 
-/// The same fault, on a drive that will not come back.
+/// Here the missing drive never comes back, so the user gives the state up.
 #[test]
 fn state_is_given_up_for_an_explicit_word() {
     let (expected, root) = (hash(), TempDir::new().unwrap());
@@ -254,7 +254,7 @@ fn what_a_dead_client_left_of_a_restore_is_brought_to_its_end() {
     let spec = plan.spec("job", &model);
     let servers: Vec<_> = (0..3).map(|server| cluster.raw(server)).collect();
     let placed = placement(&cluster.addresses(), &spec.validate().expect("a spec"));
-    // The client died while servers loaded, between the two acts, or while they started.
+    // The client died while servers loaded, after all had loaded, or while they started to train.
     let left: [&[(usize, RestoreMode)]; 3] = [
         &[(0, RestoreMode::Hold), (1, RestoreMode::Hold)],
         &[(0, RestoreMode::Hold), (1, RestoreMode::Hold), (2, RestoreMode::Hold)],
@@ -280,7 +280,7 @@ fn what_a_dead_client_left_of_a_restore_is_brought_to_its_end() {
     }
 }
 
-/// Two servers train and one has nothing yet. Rank 0 can judge this, and other ranks cannot.
+/// Two servers train, and one has nothing yet. Only rank 0 can judge that a restore was interrupted.
 #[test]
 fn ranks_other_than_0_do_not_judge_what_they_see_of_a_restore() {
     let cluster = Cluster::start(3);
@@ -331,7 +331,7 @@ fn a_job_goes_to_another_number_of_servers_by_its_checkpoint() {
     running.until_step(CUT_AT);
     running.kill();
     let on_three = Train::new(STEPS).servers(&addresses);
-    // The job's own state counts, until a checkpoint has it.
+    // The job's state on two servers counts, until a checkpoint has that state too.
     let (stderr, _) = on_three.start().fails(DEADLINE);
     says(&stderr, &["over 3 servers", "over 2 servers", "`longshore scale --servers"]);
     let (stderr, _) = on_three.start_with(["--resume"]).fails(DEADLINE);
@@ -341,7 +341,7 @@ fn a_job_goes_to_another_number_of_servers_by_its_checkpoint() {
     let run = on_three.start_with(["--resume"]).finish();
     assert!(run.start.first_step > CUT_AT, "{:?}", run.start);
     assert_eq!(run.end.state_hash, hash());
-    // And back, from the command line. The third server keeps nothing.
+    // The command line takes the job back to two servers. The third server keeps nothing.
     assert_eq!(longshore(["checkpoint", "--servers", &addresses.join(",")]).code, 0);
     let back = longshore(["restore", "--job", "default", "--servers", &two]);
     assert_eq!((back.code, back.stdout.as_str()), (0, restored(STEPS).as_str()), "{back:?}");

@@ -12,7 +12,7 @@ use longshore_tests::conformance::{
 };
 use longshore_worker::{DelayCorrection, HostDevice, LossScalerOptions};
 
-/// Every combination runs, over two servers.
+/// Runs every combination of dtype, ranks, micro-steps and clipping over two servers.
 #[test]
 fn exact_steps_have_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(2), Synthetic::default());
@@ -25,7 +25,8 @@ fn exact_steps_have_the_bits_of_a_plain_loop() {
                     let plan = Scenario { gradient: dtype, image: dtype, ..plan };
                     let job = format!("{dtype}-{world}-{micro_steps}-{}", clip.is_some());
                     let trace = check(&cluster, &model, &plan, &job);
-                    // The cases must differ: clipping clips, and the wire's type shows.
+                    // The clip coefficient must have an effect exactly where clipping is on, and no step may be
+                    // skipped.
                     assert_eq!(trace.steps[0].clip_coefficient < 1.0, clip.is_some());
                     assert!(trace.steps.iter().all(|step| !step.skip && step.norm > Some(0.0)));
                 }
@@ -106,7 +107,7 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
         let steps = &trace.steps;
         assert_eq!(steps[0].scale, options.initial);
         assert!(steps.iter().any(|step| step.skip) && steps.iter().any(|step| !step.skip));
-        // The scale changed during a step that does not see the change yet.
+        // Some steps still use the scale of the version that they read, although the newest version has another scale.
         let stale = |step: &_| {
             let longshore_tests::conformance::reference::Step { step, reads, scale, .. } = step;
             *reads + 2 == *step && *scale != steps[*step as usize - 2].scale_next
@@ -115,7 +116,7 @@ fn a_delayed_step_uses_the_loss_scale_of_the_version_it_reads() {
     }
 }
 
-/// Uses the trainer's own model and arithmetic.
+/// The GPT is the trainer's own model, with the trainer's arithmetic.
 #[test]
 fn a_gpt_has_the_bits_of_a_plain_loop() {
     let (cluster, model) = (Cluster::start(1), Bytes::new(Arc::new(HostDevice::new(u64::MAX))));

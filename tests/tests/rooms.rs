@@ -30,7 +30,8 @@ fn crates_depend_on_nothing_of_other_rooms() {
     }
 }
 
-/// The compiler refuses `unsafe` where no attribute allows it.
+/// The workspace denies `unsafe`, so only an attribute allows it. Such attributes may stand only in the rooms that
+/// ARCHITECTURE.md names.
 #[test]
 fn unsafe_stays_in_its_rooms() {
     let rooms = [

@@ -108,7 +108,7 @@ fn a_run_that_goes_on_with_other_settings_says_which() {
     assert!(!none.contains("so far with --warmup-steps"), "only what differs is said: {none}");
 }
 
-/// Ranks make one gradient together.
+/// Ranks make one gradient together, so their settings must agree.
 #[test]
 fn a_rank_with_other_settings_than_rank_0s_ends_and_names_them() {
     let server = ServerOptions::new().start();
@@ -130,7 +130,7 @@ fn jobs_in_fewer_bits_have_the_same_bits_on_any_servers() {
     compare(&setups, &["--state", "block8", "--master", "bf16", "--delay", "1", "--warmup-steps", "5"]);
 }
 
-/// Without this the comparisons above would hold for any hash at all.
+/// If other jobs had the same hash, the comparisons above would prove nothing.
 #[test]
 fn other_jobs_have_other_bits() {
     let jobs = [

@@ -1,5 +1,6 @@
 //! A job's servers change while its ranks train, and the weights are those of an undisturbed run. The simulation has
-//! changes at any moment, with kills and cut links. The engine's tests have moves of all tiers at any step. Here commands, RPCs between servers, and memory and space that become free are real.
+//! changes at any moment, with kills and cut links. The engine's tests have moves of all tiers at any step. Here
+//! commands, RPCs between servers, and memory and space that become free are real.
 
 use std::{fs, thread, time::Duration};
 
@@ -24,7 +25,7 @@ fn endless(more: &[&str]) -> Train {
     Train::new(1).args(["--layers", "3"]).args(more).endless()
 }
 
-/// Stops a run that goes on. Its weights are those of an undisturbed run of as many steps.
+/// Lets a run make a step more, and stops it. Its weights must be those of an undisturbed run of as many steps.
 fn ends_with_the_same_bits(train: &Train, mut running: Running) {
     running.until_steps(1);
     let end = running.stop();
@@ -44,8 +45,8 @@ impl Homes {
         ServerOptions::new().state_root(drives.path()).shm_root(tmpfs.path())
     }
 
-    /// Options with further flags, which spill images to drives. Drives keep the images of two versions: a shard whose older image
-    /// is gone is fetched again without it.
+    /// Options with further flags, which spill images to drives. Drives keep the images of two versions. A shard whose
+    /// older image is gone is fetched again without that image.
     fn options_with(&self, flags: &[&str]) -> ServerOptions {
         match flags {
             [] => self.options(),
@@ -85,7 +86,7 @@ fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
     let after = job_status(&addresses);
     assert_eq!(after.servers.len(), 4, "every server takes part");
     let memory = after.servers[0].memory_bytes;
-    // Where all lies on drives, shards share what they take in memory.
+    // With everything on drives, all shards share the same buffers, so a moved shard frees no memory.
     let is_freed = memory < before || !flags.is_empty();
     assert!(is_freed, "memory of shards that have moved is free: {memory} of {before}");
     done(["checkpoint", "--name", "moved", "--servers", &addresses.join(",")]);
@@ -96,7 +97,7 @@ fn scaled(ranks: usize, tier: &str, more: &[&str], flags: &[&str]) {
     ends_with_the_same_bits(&train, running);
 }
 
-/// Every job leaves the servers that are named, except those that cannot move, and these say why.
+/// Every job leaves the named servers, except jobs that cannot move. For those the command says why.
 #[test]
 fn a_server_is_cleared_of_all_jobs_that_may_leave_it() {
     let homes = Homes::new();
@@ -129,7 +130,7 @@ fn a_server_is_cleared_of_all_jobs_that_may_leave_it() {
     );
     eventually("the end of both jobs on that server", || status(&addresses[1..2]).is_empty().then_some(()));
     assert!(clear(&addresses[1], &[]).stdout.contains("no job is on"));
-    // Another server takes its place in every job.
+    // Another server takes the place of the cleared server in every job.
     let replaced = clear(&addresses[0], &[&["--add", &addresses[2]], &more[..]].concat());
     assert!(replaced.code == 0 && replaced.stdout.contains("two is on"), "{replaced:?}");
     running.into_iter().for_each(|running| drop(running.kill()));
@@ -163,7 +164,7 @@ fn move_without_ranks(tier: &str, more: &[&str]) {
         let asked = ["status", "--servers", &addresses[2..].join(",")];
         eventually("the recovery of both", || (longshore(asked).code == 0).then_some(()));
     }
-    // Servers that the job has left need not run, also where they are listed.
+    // Servers that the job has left need not run, even if the trainer's list names them.
     let mut running = train.servers(&addresses).start();
     running.until_steps(3);
     ends_with_the_same_bits(&base, running);
@@ -182,7 +183,7 @@ fn a_job_changes_its_tier_while_it_trains() {
     let options = homes.options().checkpoint_dir(checkpoints.path());
     let mut servers = server::servers(5, &options.allow("stepping back to the version before"));
     let addresses = server::addresses(&servers);
-    // Numbers of servers, since processes are replaced meanwhile.
+    // Servers are named by their numbers, since their processes are replaced meanwhile.
     let asked = |from: usize, to: &[usize], more: &[&str]| {
         let to: Vec<&str> = to.iter().map(|&server| &*addresses[server]).collect();
         let asked = ["scale", "--job", "default", "--servers", &addresses[from], "--to", &to.join(",")];
@@ -317,7 +318,7 @@ fn a_dry_run_moves_nothing() {
     );
     let short = scale(&servers[..1], &[&servers[0], small], &["--dry-run"]);
     assert!(short.code == 1 && short.stdout.contains("does not fit"), "{short:?}");
-    // Another address of a server that the job has.
+    // Another address of a server that the job has is refused.
     let own = servers[0].address();
     let again = format!("http://{own}");
     let twice = ["scale", "--job", "default", "--servers", own, "--add", &again, "--dry-run"];
@@ -327,7 +328,7 @@ fn a_dry_run_moves_nothing() {
         job_status(&server::addresses(&servers[..1])).servers.len() == 1
             && status(&server::addresses(&servers[1..])).is_empty()
     );
-    // The memory that a server takes is that of the plan.
+    // The server takes as much memory as the plan has said.
     must_scale(&servers[..1], &[&servers[0], roomy], &["--wait"]);
     let page = http::json(&http::address(&servers[0]), "/status.json");
     let job = &page["jobs"][0];

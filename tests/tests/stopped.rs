@@ -15,7 +15,8 @@ use tempfile::TempDir;
 /// More steps than any test waits for.
 const ENDLESS: u64 = 1_000_000;
 
-/// Sends two signals at once. Returns the exit code and stderr.
+/// Stops a process, sends two signals, and lets it continue, so that both arrive at once. Returns the exit code and
+/// stderr.
 fn stopped_twice(mut running: Running) -> (i32, String) {
     running.until_step(3);
     for signal in [Signal::STOP, Signal::TERM, Signal::INT, Signal::CONT] {
@@ -109,8 +110,8 @@ fn a_signal_ends_a_run_whose_job_is_paused() {
     }
 }
 
-/// A checkpoint named by the command wins over the newest one. The same command with --resume would go back to
-/// the named one.
+/// The run has continued from a checkpoint that its --resume-from names. The same flag would go back there again, so
+/// the message names the newest checkpoint instead.
 #[test]
 fn a_run_that_went_on_from_a_named_checkpoint_names_its_newest() {
     let folder = TempDir::new().unwrap();

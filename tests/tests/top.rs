@@ -72,7 +72,7 @@ fn is_watched(server: &Longshored) -> bool {
     lines.into_iter().any(|line| line.ends_with(&watches))
 }
 
-/// A program that ignores SIGHUP, as under `nohup`, does not end with its terminal by itself.
+/// A program that ignores SIGHUP, as under `nohup`, is not ended by its terminal's end. `top` must end all the same.
 #[test]
 fn a_terminal_that_is_gone_ends_it() {
     let server = ServerOptions::new().start();

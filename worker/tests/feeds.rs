@@ -31,7 +31,8 @@ fn spec(max_delay: u32, dtype: Dtype) -> JobSpec {
     }
 }
 
-/// Options over TCP: weights in shared memory take nothing from the worker's budget, and wait for no turn.
+/// Returns options over TCP. Weights in shared memory would take nothing from the worker's budget, and would not wait
+/// for their turn.
 fn options(servers: Vec<String>, spec: JobSpec) -> Options {
     Options { transport: Transport::Tcp, ..Options::new(servers, spec, Rank(0)) }
 }
@@ -64,7 +65,7 @@ fn weights_of_a_delayed_jobs_next_step_come_before_this_one_ends_where_they_have
     next.wait(whole.clone()).unwrap();
     finish_step(&mut pipeline);
 
-    // The budget has room for a gradient, but not for weights beside it.
+    // The budget has room for a gradient, but not also for the next weights, so these are not pulled ahead.
     let lease = budget.reserve("test", budget.free() - whole.end * 3).unwrap();
     assert_eq!(pipeline.begin().unwrap().reads, Version(2));
     assert!(pipeline.upcoming().is_none());
@@ -73,7 +74,7 @@ fn weights_of_a_delayed_jobs_next_step_come_before_this_one_ends_where_they_have
     pipeline.close().unwrap().leave().unwrap();
 }
 
-/// Finishes a step that was begun, with a gradient of zeros.
+/// Finishes the step that was begun, with gradients of zeros.
 fn finish_step(pipeline: &mut Pipeline) {
     let mut assembler = pipeline.assembler(0).unwrap();
     for (param, &size) in SIZES.iter().enumerate().rev() {
@@ -111,7 +112,7 @@ fn a_feed_is_exact_and_its_memory_is_reused() {
 
 #[test]
 fn the_first_pull_has_the_link_until_it_is_there() {
-    // Each of two parameters is 8 MiB on the wire, in shards of 1 MiB. The link takes one second for each.
+    // Each of two parameters takes 8 MiB on the wire, in shards of 1 MiB. The link needs a second for 8 MiB.
     const ELEMENTS: u64 = 64 * BLOCK_ELEMENTS;
     const SHARD: u64 = 8 * BLOCK_ELEMENTS;
     let (address, _runtime) = serve();
@@ -133,7 +134,7 @@ fn the_first_pull_has_the_link_until_it_is_there() {
     let reads = pipeline.begin().unwrap().reads;
     let feeds = ranges.clone().map(|range| pipeline.pull(reads, &[range]).unwrap());
     feeds[0].wait(ranges[0].clone()).unwrap();
-    // In parallel both would end together.
+    // Parallel pulls would both end at this time.
     let late = ranges[1].start + 6 * SHARD..ranges[1].start + 7 * SHARD;
     assert!(!feeds[1].is_ready(late.clone()), "the second came beside the first");
     feeds[1].wait(ranges[1].clone()).unwrap();

@@ -73,8 +73,8 @@ fn train(
     let hash = pipeline.session().state_hash()?.hash;
     let server = pipeline.session().describe()?.remove(0);
     let transport = server.ranks[rank as usize].transport.clone();
-    // Two versions later a pulled copy stays readable. Weights in the server's memory are gone, and the read
-    // says so.
+    // After two more versions, weights that were copied can still be read. A read of weights in the server's memory
+    // fails, since they are gone.
     let mut late = vec![0.0; 64];
     let late = first.map(|feed| feed.read(0..64, &mut late));
     assert_eq!(late.is_some_and(|read| read.is_err()), transport == "memfd");

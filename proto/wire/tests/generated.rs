@@ -14,7 +14,7 @@ const FILES: [&str; 5] = [
     "longshore/v1/memfd.proto",
 ];
 const CODE: &str = "longshore.v1.rs";
-/// All messages and services with their comments, for gRPC reflection.
+/// The file with the descriptors of all messages and services and their comments, for gRPC reflection.
 const DESCRIPTORS: &str = "longshore.v1.bin";
 
 #[test]
@@ -39,7 +39,7 @@ fn checked_in_code_is_what_the_proto_files_say() {
     }
 }
 
-/// [`FILES`] lists every .proto file.
+/// Checks that [`FILES`] has every .proto file.
 #[test]
 fn every_proto_file_is_compiled() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../longshore/v1");
@@ -56,7 +56,7 @@ fn every_proto_file_is_compiled() {
 fn generate(protos: &Path, out: &Path) {
     let descriptors = protox::compile(FILES, [protos]).unwrap();
     fs::write(out.join(DESCRIPTORS), descriptors.encode_to_vec()).unwrap();
-    // `bytes` fields are `Bytes`: a `Vec<u8>` would copy each payload once more.
+    // Fields of type `bytes` become `Bytes`, since a `Vec<u8>` would copy each payload once more.
     tonic_prost_build::configure()
         .bytes(".")
         .codec_path("crate::Codec")

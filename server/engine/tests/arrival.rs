@@ -1,5 +1,5 @@
-//! Chunks whose payload arrives in slices. A chunk counts once its whole payload is there and sound;
-//! otherwise it leaves no trace.
+//! Chunks whose payload arrives in slices. A chunk counts once its whole payload is there with the right checksum.
+//! Otherwise the chunk leaves no trace.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use longshore_proto::{ContributionChunk, Dtype, FaultKind, Incarnation, JobSpec,
 
 use crate::common::{self, BLOCK, cluster::Cluster, gradient, spec, weights};
 
-/// A job of one rank and one shard of two full bf16 chunks and a shorter one.
+/// A job of one rank and one shard. The shard has two chunks of full length in bf16, and a shorter one.
 fn small() -> JobSpec {
     let mut spec = spec(&[17 * BLOCK as u64], &[0]);
     spec.gradient_dtype = Dtype::Bf16;
@@ -39,7 +39,7 @@ fn slices_of_several_chunks_may_alternate() {
     assert_eq!(chunks.len(), 3);
     let job = Arc::clone(&cluster.jobs[0]);
     let mut writings: Vec<_> = chunks.iter().map(|(chunk, _)| admit(&job, chunk)).collect();
-    // Slices end inside elements, and exceed the copy under one lock.
+    // A slice of 300001 bytes ends inside an element, and is longer than the copy under one lock.
     for at in (0..1 << 20).step_by(300_001) {
         for (writing, (_, payload)) in writings.iter_mut().zip(&chunks) {
             let slice = payload.get(at..).unwrap_or_default();
@@ -65,7 +65,7 @@ fn what_breaks_off_was_never_there() {
 
     let mut writing = admit(&job, &chunk);
     writing.write(&payload[..1000]).unwrap();
-    // The same chunk over another connection waits, and so does the rank's next process.
+    // While the chunk arrives, the same chunk from another connection must wait, and so must a join of the rank.
     assert_eq!(cluster.store(&chunk, payload), Ok(Admission::Busy));
     assert_eq!(job.join(Rank(0), Incarnation(2), None), Ok(false));
     drop(writing);

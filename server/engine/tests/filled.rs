@@ -14,7 +14,7 @@ use crate::common::{
     self, BLOCK, Dirs, Noise, cases, cluster::Cluster, cluster::compute, commit, gradient, spec, weights,
 };
 
-/// A job of four shards with parameters across their borders.
+/// A job of four shards, whose borders lie inside parameters.
 fn job(rule: Rule, formats: Formats) -> JobSpec {
     let sizes = [7, 2 * BLOCK as u64 + 9, BLOCK as u64 - 3];
     JobSpec { rule, formats, gradient_dtype: Dtype::F32, image_dtype: Dtype::F32, ..spec(&sizes, &[0, 1, 0]) }
@@ -41,13 +41,13 @@ fn without(spec: &JobSpec, seed: u64) -> Vec<u32> {
     (0..spec.params.len() as u32).filter(|_| noise.one_in(2) && spec.leave_out).collect()
 }
 
-/// Returns the number of updates that each parameter lacks, as its rank 0 knows it.
+/// Returns the parameters that have fewer updates than the job, as rank 0 learns them.
 fn counts(cluster: &Cluster) -> Vec<LeftOut> {
     let progress = cluster.jobs[0].progress();
     progress.last_commit.map_or(progress.left_out, |commit| commit.left_out)
 }
 
-/// Returns the rule's arrays, and every element of the newest image.
+/// Returns the rule's arrays as bits, and the newest image.
 fn bits(cluster: &Cluster, version: u64) -> (Vec<Vec<u32>>, Vec<u8>) {
     let (state, _) = cluster.exported();
     let shards = (0..cluster.layout.shards()).map(ShardId);
@@ -72,7 +72,8 @@ fn formats() -> impl Strategy<Value = Formats> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(12), ..ProptestConfig::default() })]
 
-    /// Steps 4 to 6 of the first job get the same gradients as steps 1 to 3 of the second, on other servers.
+    /// Steps 4 to 6 of the first job have the gradients of steps 1 to 3 of the second. The second job is on other
+    /// servers.
     #[test]
     fn a_filled_job_goes_on_to_the_bit(rule in rules(), formats in formats(), seed in 0u64..1 << 40) {
         let leave_out = formats.state != StateFormat::Block8;
@@ -85,7 +86,7 @@ proptest! {
         prop_assert_eq!(applied, 3);
         let mut second = Cluster::open(&JobSpec { shard_elements: 2 * BLOCK as u64, ..spec.clone() }, 2, &host());
         second.join(0);
-        // A count does not say which step was missed.
+        // An uploaded count does not say which step a parameter missed, so `now` is false.
         let lacks: Vec<LeftOut> = counts(&first).iter().map(|lacks| LeftOut { now: false, ..*lacks }).collect();
         second.upload_state(&state, applied, &lacks);
         prop_assert_eq!(counts(&second), lacks);
@@ -121,12 +122,12 @@ fn chunks_of_state_come_in_any_order() {
     }
 }
 
-/// Parameters with fewer updates: the first lacks 3, and the last lacks all 7.
+/// The job has 7 updates. Parameter 0 lacks 3 of them, and parameter 2 all.
 const UNEVEN: [LeftOut; 2] =
     [LeftOut { param: 0, steps: 3, now: false }, LeftOut { param: 2, steps: 7, now: false }];
 
-/// Each parameter continues as in a job whose whole state had its number of updates. A restart of the server
-/// before the first step changes nothing.
+/// Each parameter continues as in a job whose parameters all have its number of updates. A restart of the server before
+/// the first step changes nothing.
 #[test]
 fn each_parameter_goes_on_from_its_own_count() {
     for rule in Rule::ALL {
@@ -162,8 +163,8 @@ fn each_parameter_goes_on_from_its_own_count() {
                 let spec = JobSpec { tier: TierKind::Memory, ..spec.clone() };
                 let mut even = Cluster::open(&spec, 1, &host());
                 even.join(0);
-                // An upload never says 0 updates: a parameter made by one update and left out of it lacks
-                // one.
+                // No upload may name 0 updates. For a parameter with none, the job names one update, and all parameters
+                // lack that.
                 let of_all: Vec<LeftOut> =
                     (0..3).map(|param| LeftOut { param, steps: 1, now: false }).collect();
                 let left_out = if updates == 0 { &of_all[..] } else { &[] };

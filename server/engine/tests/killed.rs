@@ -1,5 +1,5 @@
-//! Promise 3 for tier `shm`: a real process is killed at random instants, and its successor has the bits of
-//! an undisturbed run.
+//! Promise 3 for tier `shm`: a real process is killed at random instants. The next process has the bits of an
+//! undisturbed run.
 
 use std::{env, fs, path::Path, thread, time::Duration};
 
@@ -19,7 +19,7 @@ const CHILD: &str = "LONGSHORE_TEST_KILLED_IN";
 const KILLS: usize = 25;
 const EXACT: &str = "exact";
 const DELAYED: &str = "delayed";
-/// The name of a delayed job with state in fewer bits.
+/// A delayed job with state in fewer bits.
 const LOW: &str = "low";
 
 /// A job of four blocks in shards of two. A kill may fall between the blocks of a shard, and between shards.
@@ -43,7 +43,7 @@ fn decision(spec: &JobSpec, step: u64) -> Commit {
     commit
 }
 
-/// Eight gradients in turn, so that the parent keeps up with the child.
+/// Returns eight gradients, which steps use in turn. The parent can make them once, and so keeps up with the child.
 fn gradients(spec: &JobSpec) -> Vec<Vec<Vec<u8>>> {
     (0..8).map(|turn| vec![gradient(spec, turn, 1.0)]).collect()
 }

@@ -1,5 +1,5 @@
-//! Random events for the state machine and for a naive model of it. Both must agree on every answer, and a
-//! refused event must change nothing. From every state, honest workers must be able to finish the step.
+//! Sends random events to the state machine and to a naive model of it. Both must agree on every answer, and a refused
+//! event must change nothing. From every state, workers that keep to the protocol must be able to finish the step.
 
 mod model;
 mod pair;
@@ -29,7 +29,7 @@ proptest! {
     }
 }
 
-/// Random events are useful only if they reach every answer.
+/// Random events prove something only if they reach every answer.
 #[test]
 fn the_events_reach_every_answer() {
     let mut answers = BTreeMap::new();

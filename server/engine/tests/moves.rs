@@ -1,5 +1,5 @@
-//! Shards move between servers at any step, and servers are lost whose shards have replicas. One server that keeps all
-//! shards has the same bits.
+//! Shards move between servers at any step, and servers are lost whose shards have replicas. The bits must be those of
+//! a server that keeps all shards.
 
 use std::{collections::BTreeMap, os::unix::fs::MetadataExt, path::Path};
 
@@ -24,12 +24,12 @@ use crate::common::{
 
 const STEPS: u64 = 24;
 const TMPFS: &str = "/dev/shm";
-/// Runs for each run on a real drive, where a flush takes 4 ms. The others are in a tmpfs.
+/// Runs for each run on a real drive. A flush takes 4 ms there, so the other runs are on a tmpfs.
 const ON_A_DRIVE: u64 = 8;
-/// Bytes of a server's header, and of pages that arrays do not fill.
+/// Bytes beyond the arrays: a server's header, and parts of pages that arrays do not fill.
 const SLACK: u64 = 128 << 10;
 
-/// A job of some small shards, one of them frozen in some jobs.
+/// Returns a job of some small shards. In some jobs one shard is frozen.
 fn random_spec(noise: &mut Noise) -> JobSpec {
     let mut spec = spec(&[3 * BLOCK as u64, 2 * BLOCK as u64 - 100, BLOCK as u64], &[0, 0, 0]);
     spec.world_size = 1 + noise.below(2) as u32;
@@ -47,7 +47,7 @@ fn random_spec(noise: &mut Noise) -> JobSpec {
     spec
 }
 
-/// The files of a server: none, or a folder of its own.
+/// Returns a server's storage: a folder of its own, or none in tier `memory`.
 fn storage(noise: &mut Noise, homes: &BTreeMap<TierKind, TempDir>, tier: TierKind, server: usize) -> Storage {
     let Some(home) = homes.get(&tier) else { return Storage::default() };
     let dir = home.path().join(server.to_string());
@@ -60,7 +60,7 @@ fn storage(noise: &mut Noise, homes: &BTreeMap<TierKind, TempDir>, tier: TierKin
     Storage { dirs: vec![dir], resident_bytes, buffers: 1 + noise.below(3), spill, ..Storage::default() }
 }
 
-/// Bytes that the files below a folder take.
+/// Returns the bytes that the files below a folder take.
 fn taken(path: &Path) -> u64 {
     let found = std::fs::symlink_metadata(path).unwrap();
     if !found.is_dir() {
@@ -69,18 +69,19 @@ fn taken(path: &Path) -> u64 {
     std::fs::read_dir(path).unwrap().map(|entry| taken(&entry.unwrap().path())).sum()
 }
 
-/// A cluster whose shards move, beside one server that keeps them.
+/// A cluster whose shards move, and a single server that keeps all shards of the same job.
 struct Moving {
     noise: Noise,
-    /// The folders of each tier that has some.
+    /// The parent folder of each tier's state. Tier `memory` has none.
     homes: BTreeMap<TierKind, TempDir>,
-    /// New servers may keep the job in another tier.
+    /// True if new servers may keep the job in another tier.
     mixes: bool,
     moved: Cluster,
     alone: Cluster,
-    /// Servers where a bit of a shard's state has flipped, until the shard is its other holder's.
+    /// Shards with a flipped bit, each with the server that has it. An entry stays until that server gives the shard
+    /// up.
     flipped: BTreeMap<ShardId, ServerId>,
-    /// Gradients of the newest steps, which a restarted server gets again.
+    /// Gradients of the newest steps, which ranks send again to a restarted server.
     flats: BTreeMap<u64, Vec<Vec<u8>>>,
 }
 
@@ -108,7 +109,7 @@ impl Moving {
         Moving { noise, homes, mixes, moved, alone, flipped, flats }
     }
 
-    /// Chooses a change of the placement for the decision on a step, and opens the server that it adds.
+    /// Chooses a change of the placement for the decision on a step. Opens the server that the change adds.
     fn change(&mut self, step: u64) -> Option<PlacementChange> {
         let mut change =
             PlacementChange { epoch: Epoch(self.moved.placement.epoch.0 + 1), ..Default::default() };
@@ -124,7 +125,7 @@ impl Moving {
             let storage = storage(&mut self.noise, &self.homes, tier, self.moved.jobs.len());
             change.added.push(self.moved.add_server(tier, &storage));
         } else {
-            // A shard that moves has no other holder of all its versions.
+            // A shard with a flipped bit does not move, since during a move no other holder has all its versions.
             let flipped = self.flipped.clone();
             let is_whole = |shard: &ShardId| !flipped.contains_key(shard);
             for shard in (0..self.moved.layout.shards()).map(ShardId).filter(is_whole) {
@@ -159,14 +160,14 @@ impl Moving {
         if holders.len() < 2 || self.flipped.contains_key(&shard) || self.moved.living().any(is_awaited) {
             return;
         }
-        // Pulls find a frozen shard's flipped bit, and ask its owner.
+        // A frozen shard's bit flips at its owner, since only pulls find the bit, and pulls ask the owner.
         let of = if self.moved.layout.is_frozen(shard) { 0 } else { self.noise.below(2) };
         let holder = holders[of];
         self.moved.jobs[holder.0 as usize].flip_bit_for_tests(shard, self.noise.below(usize::MAX));
         self.flipped.insert(shard, holder);
     }
 
-    /// Gives broken shards to their other holders, as rank 0 does. Returns false if there are none.
+    /// Moves broken shards to their other holders, as rank 0 does. Returns false if no shard is broken.
     fn heal(&mut self, step: u64, change: &mut PlacementChange) -> bool {
         let placement = &self.moved.placement;
         self.flipped.retain(|&shard, &mut server| placement.holds(server, shard));
@@ -193,12 +194,12 @@ impl Moving {
         is_broken
     }
 
-    /// Loses a server whose shards others have.
+    /// Loses a server if other servers have all of its shards. Returns false if none was lost.
     fn lose(&mut self, step: u64, change: &mut PlacementChange) -> bool {
         let server = self.noise.below(self.moved.jobs.len());
         let number = ServerId(server as u32);
         let lost = PlacementChange { lost: vec![number], ..change.clone() };
-        // A replica whose state is on its way from the lost owner is no holder.
+        // A replica does not count as a holder while its state comes from the lost owner.
         let counts_on = |of: usize| {
             let is_last = |it: &Awaited| {
                 let mut holders = self.moved.placement.holders_at(it.shard, Step(u64::MAX));
@@ -214,7 +215,7 @@ impl Moving {
             *change = lost;
             let is_broken = |of: usize| !self.moved.jobs[of].broken().is_empty();
             if !self.moved.living().any(is_broken) && self.noise.one_in(3) {
-                // Other holders answer for its shards before the decision.
+                // Even before the decision, other holders answer for the lost server's shards.
                 self.finish();
                 assert_eq!(self.moved.hash(), self.alone.hash(), "without {number}");
             }
@@ -222,7 +223,7 @@ impl Moving {
         may
     }
 
-    /// Performs some works and fetches in any order.
+    /// Performs some pieces of work and some fetches, in any order.
     fn act(&mut self) {
         while !self.noise.one_in(20) {
             let server = self.noise.below(self.moved.jobs.len());
@@ -238,7 +239,7 @@ impl Moving {
         }
     }
 
-    /// Performs all works and fetches.
+    /// Performs all work and all fetches.
     fn finish(&mut self) {
         let mut acted = true;
         while acted {
@@ -256,8 +257,8 @@ impl Moving {
         }
     }
 
-    /// Starts a server's process again, which may have lost the newest version; or takes the last decision back on all
-    /// servers, and makes it again.
+    /// Either starts a server's process again, which may have lost the newest version. Or takes the last decision back
+    /// on all servers, and makes it again.
     fn restart(&mut self, commit: &Commit, pushed: u64) {
         let before = Version(commit.step.0 - 1);
         let (server, count) = (self.noise.below(self.moved.jobs.len()), self.moved.jobs.len());
@@ -308,7 +309,7 @@ impl Moving {
         Ok(())
     }
 
-    /// Files of a tmpfs take no more than servers count.
+    /// Checks that the files on a tmpfs take no more memory than servers count.
     fn check_pages(&self) -> Result<(), TestCaseError> {
         let (spec, storage) = (&self.moved.spec, Storage::default());
         let beside = Need::of(spec, &self.moved.layout, &[], &storage).transfers;
@@ -330,7 +331,7 @@ impl Moving {
                 self.push(pushed);
             }
             let mut commit = commit(&self.moved.spec, step);
-            // A flipped bit is found by an update that changes its block.
+            // A flipped bit is found only by an update of its block, so the last steps are not skipped.
             let is_ending = step + 9 > STEPS;
             commit.skip = !is_ending && self.noise.one_in(if skips_often { 2 } else { 6 });
             if delay == 1 && self.noise.one_in(2) {
@@ -350,7 +351,8 @@ impl Moving {
                 self.restart(&commit, pushed);
                 self.act();
             }
-            // Ranks read version t of every shard before they push step t + 1 + delay.
+            // In a delayed job, a server may be one step behind. Ranks read version t of all shards before they push
+            // step t + 1 + delay.
             is_behind = delay == 1
                 && !self.moved.has_durable_later()
                 && !is_behind
@@ -364,10 +366,10 @@ impl Moving {
             self.check_images(step)?;
             self.check_pages()?;
             if delay == 1 && step > 1 {
-                // A rank that joins now pulls the version before too.
+                // A rank of a delayed job that joins now also pulls the version before.
                 self.check_images(step - 1)?;
             }
-            // A broken shard is its owner's until the decision that moves it counts.
+            // A broken shard stays its owner's until the decision that moves the shard counts.
             let is_broken = |of: usize| {
                 let (job, owned) = (&self.moved.jobs[of], self.moved.jobs[of].owned_at(Step(step)));
                 job.broken().iter().any(|shard| owned.contains(shard))
@@ -393,7 +395,7 @@ proptest! {
     }
 }
 
-/// A shard on drives is fetched, leaves before its first update, and returns while a record still names its slot.
+/// A shard on drives is fetched, leaves before its first update, and returns. A record still names its slot then.
 #[test]
 fn a_shard_that_was_never_updated_returns() -> Result<(), TestCaseError> {
     Moving::new(16_585_907_149_695_730_220).run()
@@ -421,7 +423,7 @@ fn a_flipped_bit_is_found_at_the_next_update_and_named() {
     next(&mut cluster, 1);
     let shard = ShardId(0);
     let owner = cluster.owner(shard);
-    // A bit of the first moment in the shard's second block.
+    // The bit is in the first moment, in the shard's second block.
     cluster.jobs[owner].flip_bit_for_tests(shard, 1 + 3 * 8 * 4 * (BLOCK + 5));
     let fault = cluster.jobs[owner].state_hashes(soon()).unwrap_err();
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Corrupt, "state"), "{fault}");
@@ -439,7 +441,7 @@ fn a_flipped_bit_is_found_at_the_next_update_and_named() {
         "{fault}"
     );
     assert_eq!(cluster.image(shard, 2), alone.image(shard, 2));
-    // The other holder owns the shard, and breaks too.
+    // Now the other holder owns the shard, and its state breaks too.
     let (last, epoch) = (ServerId(1 - owner as u32), Epoch(2));
     let moves = PlacementChange { moves: vec![(shard, last)], epoch, ..Default::default() };
     cluster.push(3, &[gradient(&spec, 3, 1e-2)]);

@@ -1,5 +1,5 @@
-//! Promise 3 inside one server: workers die at any point of a step and join again, and the run ends with the bits of
-//! one without deaths.
+//! Promise 3 inside one server: workers die at any point of a step and join again. The run ends with the bits of a run
+//! without deaths.
 
 use longshore_engine::{kernels::Isa, step::Admission};
 use longshore_proto::{
@@ -36,7 +36,7 @@ fn reference(spec: &JobSpec, steps: &[&Vec<Vec<u8>>]) -> String {
     reference.hash()
 }
 
-/// Returns the chunks of a whole step, in a worker's order.
+/// Returns the chunks of a whole step, in the order in which a worker sends them.
 fn all_chunks<'a>(cluster: &Cluster, step: u64, flats: &'a [Vec<u8>]) -> Vec<(ContributionChunk, &'a [u8])> {
     let world = cluster.spec.world_size;
     let flats = flats.iter().enumerate();
@@ -50,7 +50,7 @@ fn finish(cluster: &mut Cluster, step: u64, flats: &[Vec<u8>]) {
     cluster.work();
 }
 
-/// Sends the first `count` chunks, with sums at once or never, and then replaces the rank.
+/// Sends the first `count` chunks of a step, and makes sums as soon as they are complete.
 fn send_some(cluster: &mut Cluster, step: u64, flats: &[Vec<u8>], count: usize) {
     for (chunk, payload) in all_chunks(cluster, step, flats).into_iter().take(count) {
         assert!(matches!(cluster.store(&chunk, payload), Ok(Admission::New(_))));
@@ -92,8 +92,8 @@ fn a_lone_worker_killed_after_any_chunk_starts_its_step_over() {
     }
 }
 
-/// A rejoin forgets the rank's own unsummed chunks. Sums and the other rank's chunks stay, and nothing counts
-/// twice.
+/// A rank that joins again loses its chunks that are in no sum. Sums and the other rank's chunks stay, and no
+/// contribution counts twice.
 #[test]
 fn one_of_two_ranks_killed_after_any_chunk_resends() {
     for max_delay in [0, 1] {
@@ -115,8 +115,8 @@ fn one_of_two_ranks_killed_after_any_chunk_resends() {
     }
 }
 
-/// Contributions outside every sum may come with other bits. Once the step holds nothing, the loss scale may
-/// differ too.
+/// The new process of a rank may send other bits for contributions that are in no sum. While the step has no
+/// contribution at all, the loss scale may differ too.
 #[test]
 fn a_rank_that_rejoins_may_bring_other_bits_for_what_is_not_summed() {
     let spec = shape(2, 1, 0);
@@ -148,7 +148,8 @@ fn a_rank_that_left_is_named_and_may_join_again() {
     assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
 }
 
-/// A process that has joined again may still read the version that the next update overwrites.
+/// A process that has joined again may still read the version that the next update overwrites. The update therefore
+/// waits for the process's gradient.
 #[test]
 fn a_delayed_step_waits_for_the_gradients_of_present_processes() {
     let spec = shape(2, 1, 1);
@@ -169,7 +170,7 @@ fn a_delayed_step_waits_for_the_gradients_of_present_processes() {
     assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
 }
 
-/// Gradients of a step have one version and one loss scale, also after all of its processes died.
+/// All gradients of a step have one version and one loss scale. The death of all its processes does not change that.
 #[test]
 fn a_sum_keeps_what_it_was_computed_with() {
     for restarts in [false, true] {
@@ -208,7 +209,8 @@ fn a_sum_keeps_what_it_was_computed_with() {
     }
 }
 
-/// A lone rank's next process repeats the whole step, so a restart of the server restores no sum of the process before.
+/// The next process of a lone rank repeats the whole step. A restarted server therefore restores no sum of the earlier
+/// process.
 #[test]
 fn sums_of_a_replaced_lone_worker_stay_away_after_a_restart() {
     let (spec, dirs) = (JobSpec { tier: TierKind::Shm, ..shape(1, 1, 0) }, Dirs::new(0));
@@ -226,8 +228,8 @@ fn sums_of_a_replaced_lone_worker_stay_away_after_a_restart() {
     assert!(!is_summed(&open()));
 }
 
-/// A decision belongs to its contributions: once another process's gradient has replaced one, the servers
-/// refuse it, and nothing changes.
+/// A decision belongs to its contributions. Once another process's gradient has replaced one of them, servers refuse
+/// the decision, and nothing changes.
 #[test]
 fn a_decision_made_from_other_contributions_is_refused() {
     let spec = shape(2, 1, 0);
@@ -257,7 +259,7 @@ fn a_decision_made_from_other_contributions_is_refused() {
     assert_eq!(cluster.hash(), reference(&spec, &[&flats]));
 }
 
-/// A delayed job takes a step ahead, so a gradient may come for a version that the server has yet to reach.
+/// A rank of a delayed job may be a step ahead. Its gradient then names a version that the server has not reached.
 #[test]
 fn what_was_computed_with_a_version_that_is_not_reached_waits_until_it_can_be_judged() {
     let spec = shape(1, 1, 1);

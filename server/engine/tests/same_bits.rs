@@ -1,5 +1,5 @@
-//! Promise 1: weights and state depend only on the job, its initial weights and the gradients. Random jobs
-//! are split and driven in random ways, and compared with a plain loop.
+//! Promise 1: weights and state depend only on the job, its first weights and the gradients. Random jobs are split and
+//! driven in random ways, and compared with a plain loop.
 
 use std::{collections::BTreeMap, env};
 
@@ -27,14 +27,14 @@ use crate::common::{
 struct Run {
     spec: JobSpec,
     initial: Vec<f32>,
-    /// By step, then by micro-step and rank.
+    /// Gradients of each step, ordered by micro-step and then by rank.
     gradients: Vec<Vec<Vec<u8>>>,
     commits: Vec<Commit>,
     squares: Vec<Vec<f64>>,
-    /// Images by version, from 0.
+    /// The image of each version, from version 0.
     images: Vec<Vec<u8>>,
     end: Reference,
-    /// The job runs on one server, in shards of the smallest size.
+    /// True for a job on one server, in shards of the smallest size.
     many_shards: bool,
 }
 
@@ -65,8 +65,7 @@ fn random_spec(noise: &mut Noise, rule: Rule, delay: u32, formats: (StateFormat,
     spec
 }
 
-/// Some parameters begin a partition. A partition has some of the ranks as contributors, and a rank has one
-/// partition. Some partitions are frozen.
+/// Returns random partitions. Each has some ranks as contributors, or is frozen. A rank contributes to one partition.
 fn random_partitions(noise: &mut Noise, params: usize, world_size: u32) -> Vec<Partition> {
     let firsts: Vec<usize> = (0..params).filter(|&first| first == 0 || noise.one_in(2)).collect();
     let partition = |first: usize| {
@@ -101,14 +100,14 @@ fn random_hyper(noise: &mut Noise) -> Hyper {
     }
 }
 
-/// Marks `params` as without a gradient: all their elements are -0.
+/// Takes the gradients of `params` away: all their elements become -0.
 fn leave_out(spec: &JobSpec, contribution: &mut [u8], params: &[usize]) {
     let width = spec.gradient_dtype.bytes() as usize;
     let nothing = encode(&[-0.0], spec.gradient_dtype);
     for range in param_ranges(spec).iter().filter(|_| spec.leave_out) {
         let first = &mut contribution[range.start * width..(range.start + 1) * width];
         if first == nothing {
-            // A gradient that exists must not begin with -0.
+            // The first element of an existing gradient must not be -0, since that means no gradient.
             first.fill(0);
         }
     }
@@ -125,7 +124,7 @@ fn contribution(noise: &mut Noise, spec: &JobSpec, bad: bool) -> Vec<u8> {
     let size = noise.pick(&[1.0, 1e-3, 100.0]);
     for range in param_ranges(spec) {
         for value in &mut values[range] {
-            // Zeros, and magnitudes down to f16's denormals, make the order of a sum visible.
+            // Zeros, and magnitudes down to f16's denormals, let a wrong order of a sum show.
             let magnitude = noise.pick(&[size, size, size / 64.0, size * 1e-4, 0.0]);
             *value = noise.unit() * magnitude;
         }
@@ -170,7 +169,7 @@ impl Run {
             let mut of_step: Vec<_> = (0..spec.contributions(spec.world_size) as usize)
                 .map(|index| contribution(&mut noise, &spec, bad == Some(index)))
                 .collect();
-            // Some parameters get no gradient from any rank, and some none from some ranks.
+            // Some parameters get no gradient from any rank. Others get none from some ranks.
             let params = if spec.leave_out { spec.params.len() } else { 0 };
             let without: Vec<usize> = (0..params).filter(|_| noise.one_in(3)).collect();
             for contribution in &mut of_step {
@@ -193,14 +192,14 @@ impl Run {
     }
 }
 
-/// Returns the parameters without a gradient, in ascending order.
+/// Returns the parameters that no rank has a gradient for, in ascending order.
 fn nobodys(spec: &JobSpec, sum: &[f32]) -> Vec<u32> {
     let nothing = |range: &std::ops::Range<usize>| sum[range.clone()].iter().all(|x| x.to_bits() == 1 << 31);
     let ranges = param_ranges(spec);
     (0..).zip(&ranges).filter(|(_, range)| spec.leave_out && nothing(range)).map(|(param, _)| param).collect()
 }
 
-/// Counts the steps that each parameter has missed.
+/// Returns the list of missed steps for the next commit, from the commit before.
 fn count(before: Option<&Commit>, without: &[u32], skip: bool) -> Vec<LeftOut> {
     let mut counts: BTreeMap<u32, (u64, bool)> = before
         .iter()
@@ -214,14 +213,13 @@ fn count(before: Option<&Commit>, without: &[u32], skip: bool) -> Vec<LeftOut> {
     counts.into_iter().map(|(param, (steps, now))| LeftOut { param, steps, now }).collect()
 }
 
-/// Returns the loss scale of a step's gradients: the scale decided with the newest version at their
-/// computation.
+/// Returns the loss scale of a step's gradients. A gradient has the scale that was decided with the version it read.
 fn scale_of(spec: &JobSpec, commits: &[Commit], step: u64) -> f64 {
     let reads = step.saturating_sub(1 + u64::from(spec.max_delay));
     reads.checked_sub(1).map_or(3.0, |index| commits[index as usize].loss_scale)
 }
 
-/// Decides like rank 0. Some decisions skip a step without need.
+/// Decides a step as rank 0 does. Some steps are skipped although nothing overflowed.
 fn decide(
     noise: &mut Noise,
     spec: &JobSpec,
@@ -256,7 +254,7 @@ fn decide(
     }
 }
 
-/// Chunks in flight. A worker may be as far ahead as the job has room for.
+/// Chunks on their way to the servers. Workers may be as many steps ahead as the job has room for.
 struct Traffic<'a> {
     run: &'a Run,
     cluster: Cluster,
@@ -317,7 +315,7 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    /// Replaces servers killed at any point. Workers resend undecided steps.
+    /// Replaces the servers, which were killed at any point. Workers send the undecided steps again.
     fn restart(mut self, storage: &Storage) -> Traffic<'a> {
         let (spec, servers) = (self.cluster.spec.clone(), self.cluster.jobs.len());
         drop(std::mem::take(&mut self.cluster.jobs));
@@ -331,7 +329,7 @@ impl<'a> Traffic<'a> {
         Traffic { cluster, pushed_to: self.decided, restarted: true, ..self }
     }
 
-    /// Replaces servers killed after their version was durable. The new servers continue from the stored
+    /// Replaces the servers, which were killed after their version was durable. The new ones continue from the stored
     /// state.
     fn reopen(mut self, storage: &Storage) -> Traffic<'a> {
         self.cluster.settle().unwrap();
@@ -340,7 +338,7 @@ impl<'a> Traffic<'a> {
         let cluster = Cluster::try_open(&spec, servers, &compute(2, Isa::detect()), storage).unwrap();
         for job in &cluster.jobs {
             let progress = job.progress();
-            // Compared as text: the NaN norm of an overflowed step is not equal to itself.
+            // The texts are compared, because the NaN norm of an overflowed step does not equal itself.
             assert_eq!(format!("{:?}", progress.last_commit), format!("{:?}", self.run.commits.last()));
             assert_eq!((progress.version.0, progress.applied), (self.decided, self.run.end.applied));
             assert_eq!(job.protocol.durable().0, self.decided);
@@ -354,7 +352,7 @@ impl<'a> Traffic<'a> {
         for (index, flat) in run.gradients[self.pushed_to as usize - 1].iter().enumerate() {
             let index = index as u32;
             let (micro_step, rank) = (index / run.spec.world_size, index % run.spec.world_size);
-            // A shard's gradient comes in chunks, or is lent in the worker's memory.
+            // A shard's gradient comes in chunks, or as one lent chunk in the worker's memory.
             let cut = if self.noise.one_in(3) { Cluster::lent } else { Cluster::chunks };
             let loss_scale = scale_of(&run.spec, &run.commits, self.pushed_to);
             let chunks = cut(&self.cluster, self.pushed_to, micro_step, rank, flat).into_iter();
@@ -372,11 +370,11 @@ impl<'a> Traffic<'a> {
         match self.cluster.store(&chunk, payload) {
             Ok(Admission::New(_)) => self.stored.push(self.pending.swap_remove(index)),
             Ok(Admission::Busy) => {}
-            // Sums from before the restart stay summed.
+            // Sums that were made before the restart are kept.
             Ok(Admission::Superseded) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
             // The chunk's step was decided before the restart.
             Ok(Admission::Decided) if self.restarted => self.stored.push(self.pending.swap_remove(index)),
-            // The chunk came before the same chunk of the previous micro-step.
+            // The same chunk of the previous micro-step has not come yet.
             Err(fault) if fault.field == "micro_step" => {}
             other => panic!("{chunk:?} was never stored: {other:?}"),
         }
@@ -398,8 +396,7 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    /// Pulls one of the two newest versions, which may not be there yet. Every byte of an answer must be
-    /// right.
+    /// Pulls one of the two newest versions, which may not be made yet. All bytes of an answer must be right.
     fn pull(&mut self) {
         let version = self.decided.saturating_sub(self.noise.below(2) as u64);
         let shard = ShardId(self.noise.below(self.cluster.layout.shards() as usize) as u32);
@@ -409,7 +406,7 @@ impl<'a> Traffic<'a> {
         self.check_pull(shard, version);
     }
 
-    /// Pulls a part of a shard, and checks the bytes if the version is there.
+    /// Pulls a part of a shard and checks its bytes. Returns false if the version is not there.
     fn check_pull(&self, shard: ShardId, version: u64) -> bool {
         let (job, run) = (&self.cluster.jobs[self.cluster.owner(shard)], self.run);
         let elements = self.cluster.layout.shard_len(shard);
@@ -453,7 +450,7 @@ impl<'a> Traffic<'a> {
     fn check(&self) {
         let end = &self.run.end;
         assert_eq!(self.cluster.hash(), end.hash());
-        // After a crash an exact job needs no older image: no step reads it any more.
+        // After a crash, an exact job has no older image, since no step reads that any more.
         let older = u64::from(!(self.reopened && self.run.spec.max_delay == 0));
         for shard in (0..self.cluster.layout.shards()).map(ShardId) {
             for version in self.decided - older..=self.decided {
@@ -465,7 +462,7 @@ impl<'a> Traffic<'a> {
     }
 }
 
-/// Half of the formats are fp32.
+/// Half of the cases have fp32 state.
 fn formats() -> impl Strategy<Value = (StateFormat, MasterFormat)> {
     use {MasterFormat as M, StateFormat as S};
     prop_oneof![
@@ -510,8 +507,8 @@ proptest! {
         }
     }
 
-    /// A server is killed at any point of its work, with decided steps not yet updated, and continues from
-    /// its tmpfs.
+    /// A server is killed at any point of its work, with updates of decided steps not made yet. The next process
+    /// continues from the tmpfs.
     #[test]
     fn restarts_give_the_reference_bits(
         seed in any::<u64>(),
@@ -525,7 +522,7 @@ proptest! {
         let storage = Storage { shm_dir: Some(root.path().into()), ..Storage::default() };
         let mut traffic = Traffic::on(&run, seed, Isa::detect(), TierKind::Shm, &storage);
         while traffic.decided < steps {
-            // Enough turns for a step now and then: undecided steps must be resent.
+            // The turns suffice for a step only now and then, so that undecided steps must be sent again.
             let turns = traffic.noise.below(800);
             (0..turns).for_each(|_| traffic.turn(steps));
             traffic = traffic.restart(&storage);
@@ -534,7 +531,7 @@ proptest! {
         traffic.check();
     }
 
-    /// Every way to store the state gives these bits, also after the death of all servers.
+    /// Every way to store the state on drives gives the reference bits, also after the death of all servers.
     #[test]
     fn disks_give_the_reference_bits(
         seed in any::<u64>(),
@@ -549,7 +546,7 @@ proptest! {
         spill in prop::sample::select(vec![Spill::State, Spill::All]),
     ) {
         let run = Run::random(seed, rule, delay, formats, steps);
-        // A flush of a real drive takes 4 ms.
+        // A flush takes 4 ms on a real drive, so three of four cases use a tmpfs.
         let of = if seed.is_multiple_of(4) { env::temp_dir() } else { "/dev/shm".into() };
         let roots: Vec<_> = (0..directories).map(|_| tempfile::tempdir_in(&of).unwrap()).collect();
         let state_bytes = flat_elements(&run.spec) as u64 * 12;

@@ -1,5 +1,5 @@
-//! Snapshots during training. A snapshot has exactly one version, training's bits stay the same, and no
-//! reader delays training.
+//! Snapshots during training. A snapshot has exactly one version, and training keeps its bits. No reader delays
+//! training.
 
 use std::{
     collections::BTreeMap,
@@ -36,7 +36,7 @@ fn small(delay: u32) -> JobSpec {
     spec
 }
 
-/// Returns a job of one rank, its weights and gradients, and the reference after each of `steps` steps.
+/// Returns a job of one rank, its first weights, its gradients, and the reference after each of `steps` steps.
 fn lone(mut spec: JobSpec, steps: u64) -> (JobSpec, Vec<f32>, Vec<Vec<u8>>, Vec<Reference>) {
     spec.world_size = 1;
     let (initial, flats) = (weights(&spec, 1), vec![gradient(&spec, 2, 1.0)]);
@@ -57,7 +57,7 @@ fn started_on(spec: &JobSpec, storage: &Storage, budget: u64, initial: &[f32]) -
     cluster
 }
 
-/// A reader that reports its first piece, and takes it only when told to.
+/// A reader that reports its first piece, and takes it only when the test says so.
 struct Held {
     weights: BTreeMap<(ShardId, usize), Vec<u8>>,
     entered: Sender<()>,
@@ -95,7 +95,7 @@ fn steps_beside_a_held_reader(tier: TierKind, storage: &Storage) {
         entered.recv_timeout(SOME_TIME).unwrap();
         for step in 1..=3 {
             cluster.step(&flats, &commit(&spec, step));
-            // Another job does not wait for this job's reader.
+            // The hash is another snapshot of this job, and does not wait for the export's reader.
             assert_eq!(cluster.hash(), references[step as usize].hash());
         }
         go.send(()).unwrap();
@@ -114,7 +114,7 @@ fn a_reader_who_takes_nothing_holds_neither_updates_nor_other_snapshots() {
     }
 }
 
-/// A job of 12 MiB as f32, in shards of 1 MiB, and a budget that the job alone fills.
+/// A job of 12 MiB in fp32, in shards of 1 MiB, and the memory that the job alone needs.
 fn tight() -> (JobSpec, u64) {
     let mut spec = spec(&[48 * BLOCK as u64], &[0]);
     (spec.world_size, spec.shard_elements) = (1, 4 * BLOCK as u64);
@@ -124,7 +124,7 @@ fn tight() -> (JobSpec, u64) {
     (spec, need)
 }
 
-/// Makes a step beside a reader that takes nothing, on a server with this much memory. Returns the snapshot's
+/// Makes a step on a server with this much memory, beside a snapshot whose reader takes nothing. Returns the snapshot's
 /// result.
 fn step_beside_a_stuck_reader(
     memory: u64,
@@ -160,14 +160,14 @@ fn a_reader_too_slow_for_the_memory_there_is_is_told_so_and_training_goes_on() {
         assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Exhausted, field), "{fault}");
         assert!(fault.value.contains("MiB/s") && fault.limit.contains("MiB more"), "{fault}");
     }
-    // With the missing memory added, exports are whole.
+    // With the missing memory added, exports and checkpoints are whole.
     let info = step_beside_a_stuck_reader(need + (4 << 20), &run, export).unwrap();
     assert_eq!(info.version, Version(0));
     let info = step_beside_a_stuck_reader(need + (40 << 20), &run, checkpoint).unwrap();
     assert_eq!(info.version, Version(0));
 }
 
-/// A disk takes all that it is given. Training waits for the disk, and no longer.
+/// Unlike a reader, a disk takes all that it is given. Training waits for the checkpoint's disk, and only for that.
 #[test]
 fn a_checkpoint_without_memory_is_whole_beside_an_update() {
     let (spec, need) = tight();
@@ -225,14 +225,14 @@ fn as_many_exports_as_are_allowed_and_no_more_are_begun() {
     let mut running: Vec<_> = (0..MAX_EXPORTS_AT_ONCE).map(|_| begin().unwrap()).collect();
     let fault = begin().err().unwrap();
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Exhausted, "exports"), "{fault}");
-    // Snapshots of each kind are counted separately.
+    // Exports and checkpoints are counted separately, so a checkpoint may still begin.
     let checkpoint = cluster.jobs[0].begin_checkpoint(None).unwrap();
     assert_eq!(cluster.hash(), Reference::new(&spec, &initial).hash());
     drop((running.pop(), checkpoint));
     begin().unwrap();
 }
 
-/// Servers are asked for a version before its decision, so that all give the same one.
+/// A version may be asked for before its decision, so that all servers give the same one.
 #[test]
 fn a_snapshot_of_a_version_to_come_waits_for_it() {
     let (spec, initial, flats, references) = lone(small(0), 3);
@@ -273,7 +273,7 @@ fn a_snapshot_of_a_version_to_come_waits_for_it() {
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Precondition, "version"), "{fault}");
 }
 
-/// An export's pieces end inside a shard, in every format of the weights.
+/// Pieces of an export end inside a shard, in every format of the weights.
 #[test]
 fn an_export_is_the_rounded_master_weights() {
     let low = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 9 };

@@ -1,5 +1,5 @@
-//! A simulated server's part in a change of servers: it begins with a running job, fetches shards from their owners
-//! before, and frees those that others own.
+//! A simulated server's part in a change of servers. The server takes over a running job, fetches shards from their
+//! previous owners, and frees shards that others own now.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -25,13 +25,13 @@ use crate::{
     oracle::{Plant, number},
 };
 
-/// Pause after a failed fetch.
+/// Pause before a failed fetch is repeated.
 const PAUSE: Duration = Duration::from_millis(100);
-/// The longest wait for a shard.
+/// Longest wait for an answer to a fetch.
 const SILENCE: Duration = Duration::from_secs(20);
 
 impl Server {
-    /// Version and placement as this server or its drive knows them. None where it takes no part in the job.
+    /// Returns version and placement, from memory or else from the drive. None where the server is not in the job.
     pub(crate) fn placement(&self) -> Option<(Version, Placement)> {
         let instance = self.instance();
         if self.sim.is_dead(self.process) && !self.is_durable_later() {
@@ -46,12 +46,12 @@ impl Server {
         machine.check_not_loading().is_ok().then(|| (machine.version(), machine.placement().clone()))
     }
 
-    /// The newest process of a rank that has joined or fenced here.
+    /// Returns the newest process of a rank that has joined or fenced here.
     pub(crate) fn incarnation(&self, rank: usize) -> Option<Incarnation> {
         self.instance().as_ref()?.machine.incarnation(Rank(rank as u32))
     }
 
-    /// The version at which a process has joined here.
+    /// Returns the version at which a process has joined here.
     pub(crate) fn joined_at(&self, rank: Rank, incarnation: Incarnation) -> Option<Version> {
         let of = self.instance().as_ref()?.machine.joined(rank)?;
         (of.incarnation == incarnation && !of.fence_only).then_some(of.at)
@@ -100,7 +100,7 @@ impl Server {
         })
     }
 
-    /// Makes room for a running job that this server takes no part in yet.
+    /// Makes room for a running job that this server is not in yet.
     fn begin_anew(self: &Arc<Self>, placement: Placement, server: ServerId, tier: Option<TierKind>) {
         let state = vec![BTreeMap::new(); self.layout().shards() as usize];
         {
@@ -120,7 +120,7 @@ impl Server {
         self.sim.spawn(self.process, async move { computes.compute(life, Version(0)).await });
     }
 
-    /// Takes another placement of the current version, and keeps it on the drive with all that was fetched.
+    /// Takes another placement of the current version. Writes it to the drive, with all fetched states.
     async fn place(self: &Arc<Self>, request: v1::BeginRequest) -> Result<v1::BeginResponse, Fault> {
         let incarnation = wire::incarnation_from_wire(request.incarnation)?;
         let placement = Placement::from_wire(request.placement)?;
@@ -257,7 +257,7 @@ impl Server {
         tell(outgoing, &v1::FetchResponse { array: 0, offset: 0, crc32, payload: payload.into() }).await
     }
 
-    /// Starts to fetch the shards that the job awaits, unless a task does so already.
+    /// Starts a task that fetches the shards that the machine awaits, unless one runs already.
     pub(super) fn fetch_awaited(self: &Arc<Self>, instance: &mut Instance) {
         if instance.machine.awaited().is_empty() || instance.is_fetching {
             return;
@@ -313,7 +313,7 @@ impl Server {
         true
     }
 
-    /// Returns the state, and that of the version before.
+    /// Returns the state of an awaited shard, and the state of the version before.
     async fn fetch(&self, awaited: &Awaited) -> Result<(u64, Option<u64>), Fault> {
         let fetch = self.ask(awaited, false);
         let silent = || Fault::new(FaultKind::Deadline, "fetch", awaited.shard, "sent in time", "ask again");
@@ -328,7 +328,7 @@ impl Server {
         }
     }
 
-    /// Calls the server that has an awaited shard.
+    /// Calls the previous owner of an awaited shard. With `arrived` the call says that the state is here.
     async fn ask(&self, awaited: &Awaited, arrived: bool) -> Result<Option<v1::FetchResponse>, Fault> {
         let request = v1::FetchRequest {
             job: self.spec().name.to_string(),
@@ -342,7 +342,7 @@ impl Server {
         asked.await.map_err(|status| fault_from_status(&status, &awaited.address))
     }
 
-    /// Tells the owner that its new replica has the state, until the owner answers or has left the job.
+    /// Tells the owner that its new replica has the state. Repeats that until the owner answers or has left the job.
     async fn say_arrived(&self, awaited: &Awaited) {
         loop {
             let fault = tokio::select! {
@@ -361,7 +361,7 @@ impl Server {
         }
     }
 
-    /// Frees the state of shards that other servers own by now.
+    /// Frees the state of shards that other servers own now.
     pub(super) fn free_handed(&self, instance: &mut Instance) {
         if self.oracle.has(Plant::FreedAtOnce) {
             let placement = instance.machine.placement().clone();

@@ -1,4 +1,5 @@
-//! A simulated server's part in the loss of another one: an operator's word, and the states of its replicas.
+//! A simulated server's part in the loss of another one: it takes the operator's command, and says which states its
+//! replicas have.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +11,7 @@ use super::{Instance, Server};
 use crate::oracle::Plant;
 
 impl Server {
-    /// Tells the server which servers an operator wants, and which are lost. Returns false if the job is not there.
+    /// Takes an operator's wish, with the servers that are lost. Returns false if the job is not here.
     pub(crate) fn want(&self, wanted: &Wanted) -> bool {
         let kept = self.with(|instance| {
             let placement = instance.machine.placement().clone();
@@ -23,7 +24,7 @@ impl Server {
         kept.is_ok()
     }
 
-    /// Takes a rank's word that servers are lost.
+    /// Takes a rank's call that servers are lost.
     pub(super) fn scale(&self, request: v1::ScaleRequest) -> Result<v1::ScaleResponse, Fault> {
         let lost = request.lost.into_iter().map(ServerId).collect();
         let wanted = Wanted { lost, ..Wanted::default() };
@@ -37,12 +38,12 @@ impl Server {
         }
     }
 
-    /// The word of operators on this server, as it is kept.
+    /// Returns the newest wish of an operator that this server has.
     pub(crate) fn wanted(&self) -> Wanted {
         self.instance().as_ref().map(|instance| instance.wanted.clone()).unwrap_or_default()
     }
 
-    /// Returns a shard of which nothing is left after this word of an operator.
+    /// Returns a shard whose last holder the operator's command would give up.
     pub(crate) fn last_after(&self, wanted: Wanted) -> Option<ShardId> {
         let instance = self.instance();
         let Instance { machine, wanted: known, .. } = instance.as_ref()?;
@@ -55,7 +56,7 @@ impl Server {
         machine.last_of(lost)
     }
 
-    /// A new replica has the state of a shard.
+    /// Notes that a new replica has fetched the state of a shard.
     pub(super) fn arrived(&self, shard: ShardId, version: Version) -> Result<(), Fault> {
         self.with(|instance| {
             let owned = instance.machine.owned_index(shard)?;
@@ -67,7 +68,7 @@ impl Server {
         Ok(())
     }
 
-    /// Lets updates go on at once, where new replicas are not waited for.
+    /// Carries out the fault `LentUnawaited`: pretends that new replicas have arrived, so no update waits for them.
     pub(super) fn lend(&self, instance: &mut Instance) {
         if self.oracle.has(Plant::LentUnawaited) {
             let version = instance.machine.version().0;
@@ -80,8 +81,8 @@ impl Server {
         }
     }
 
-    /// Returns true if the placement is that of `epoch`, and no state is on its way to this server. A `version` is one that
-    /// each of its shards must have.
+    /// Returns true if this server has the placement of `epoch` and awaits no state. With a `version`, each of its
+    /// shards must have that version.
     pub(crate) fn has_all(&self, version: Option<Version>, epoch: Epoch) -> bool {
         let instance = self.instance();
         let Some(Instance { machine, owned, state, .. }) = instance.as_ref() else { return false };

@@ -5,7 +5,8 @@ use std::{collections::BTreeMap, fs, path::Path};
 use longshore_proto::{Layout, ShardId};
 use serde_json::Value;
 
-/// Master weights, first and second moment of the whole flat space, as bits, so that NaNs compare.
+/// Master weights, first and second moment of the whole flat space. Their bits are kept as integers, so that equal NaNs
+/// compare as equal.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
     pub master: Vec<u32>,

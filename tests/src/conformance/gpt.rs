@@ -1,4 +1,5 @@
-//! The real model: a byte-level GPT of one layer. Run and reference call the trainer's own micro-step.
+//! The real model: a byte-level GPT of one layer. A run on servers and the reference loop both call the trainer's own
+//! micro-step.
 
 use std::{fmt::Write, sync::Arc};
 
@@ -67,7 +68,7 @@ impl Weights for Image<'_> {
     fn release(&mut self, _stage: usize, _weights: Vec<Tensor>) {}
 }
 
-/// Gradients by parameter.
+/// The gradients of a micro-step, collected for each parameter.
 struct Collected<'a> {
     model: &'a Gpt,
     gradients: Vec<Vec<f32>>,

@@ -22,7 +22,7 @@ pub struct Raw {
     pub admin: AdminClient<Channel>,
 }
 
-/// The step, micro-step and rank that a chunk names.
+/// The step, rank and incarnation that a chunk names.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
     pub step: u64,
@@ -42,7 +42,7 @@ impl Raw {
         }
     }
 
-    /// Waits for one answer. An error is returned as the fault in its details.
+    /// Waits for one answer. An error's details become the returned fault.
     pub fn call<T>(&self, call: impl Future<Output = Result<Response<T>, Status>>) -> Result<T, Fault> {
         let answer = self.runtime.block_on(call);
         answer.map(Response::into_inner).map_err(|status| fault_from_status(&status, "the server"))
@@ -82,8 +82,8 @@ impl Raw {
         self.describe(job).progress.expect("a job has a progress")
     }
 
-    /// Ends the pause at `version`. Succeeds if the pause has already ended: rank 0 passes a resume on to all
-    /// servers.
+    /// Ends the pause at `version`. Succeeds too if the pause has already ended, because rank 0 also passes a resume on
+    /// to all servers.
     pub fn resume(&self, job: &str, version: u64, loss_scale: f64) -> Result<(), Fault> {
         let request = v1::ResumeRequest { job: job.into(), loss_scale, version: Some(version) };
         self.call(self.admin.clone().resume(request)).map(|_| ())
@@ -101,7 +101,7 @@ impl Raw {
         Ok(self.call(self.training.clone().commit(request))?.duplicate)
     }
 
-    /// Waits until all gradient statistics of a step are there: from then on the step may be decided.
+    /// Waits until all gradient statistics of a step are there. Only then may the step be decided.
     pub fn await_stats(&self, job: &str, step: u64) {
         let request = v1::StatsRequest { job: job.into(), step, deadline_ms: 30_000 };
         self.runtime.block_on(async {
@@ -114,7 +114,7 @@ impl Raw {
         self.restore_in(job, name, v1::RestoreMode::Whole)
     }
 
-    /// Restores a checkpoint in one mode.
+    /// Restores a checkpoint on this server, in the given mode.
     pub fn restore_in(
         &self,
         job: &str,
@@ -214,7 +214,7 @@ pub fn placement(addresses: &[String], layout: &Layout) -> Placement {
     Placement::striped(addresses.to_vec(), layout.shards())
 }
 
-/// Checks every field of a fault. `value` and `limit` are substrings of the fault's own.
+/// Checks every field of a fault. `value` and `limit` need only be parts of the fault's texts.
 #[track_caller]
 pub fn assert_fault<T: std::fmt::Debug>(
     found: Result<T, Fault>,

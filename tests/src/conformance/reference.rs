@@ -1,5 +1,5 @@
 //! The expected result of a run: one loop without servers. Updates and sums of squares come from the engine's scalar
-//! kernels. The engine's tests compare these with formulas of their own.
+//! kernels. The engine's tests compare those kernels with formulas of their own.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ use super::{
 
 const BLOCK: usize = 65536;
 
-/// The result of one step. Loop and run must agree on every field.
+/// The result of one step. The loop and a run on servers must agree on every field.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     pub step: u64,
@@ -28,7 +28,7 @@ pub struct Step {
     pub norm: Option<f64>,
     pub clip_coefficient: f64,
     pub scale_next: f64,
-    /// Name and element of the first overflow.
+    /// Parameter and element of the first overflow.
     pub overflow: Option<String>,
     /// The losses as bits, by rank and micro-step.
     pub losses: Vec<u32>,
@@ -40,7 +40,7 @@ pub struct Trace {
     pub steps: Vec<Step>,
     pub applied: u64,
     pub state: State,
-    /// Version and image that an evaluation reads, after each drain and at the end.
+    /// Version and image at each evaluation: after each drain and at the end.
     pub images: Vec<(u64, Vec<u8>)>,
 }
 
@@ -56,7 +56,7 @@ pub struct Reference<'a> {
     first: Vec<f32>,
     second: Vec<f32>,
     applied: u64,
-    /// Images by version, from 0. `scales` has the loss scale of steps that read the version.
+    /// The image of each version, from version 0. `scales` has the loss scale of the steps that read each version.
     images: Vec<Vec<u8>>,
     scales: Vec<f64>,
     steps: Vec<Step>,
@@ -160,8 +160,8 @@ impl<'a> Reference<'a> {
         Trace { steps: self.steps, applied: self.applied, state, images: self.evaluated }
     }
 
-    /// Returns the losses and the summed gradient, in order of micro-step, then rank. With `on_worker` each
-    /// rank sends the mean of its micro-steps.
+    /// Returns the losses, and the gradient summed by micro-step and then by rank. With `on_worker` each rank sends the
+    /// mean of its micro-steps.
     fn gradient(&self, step: u64, reads: u64, scale: f64) -> (Vec<u32>, Vec<f32>) {
         let (ranks, micro_steps) = (self.plan.world as usize, self.plan.micro_steps);
         let mut sent = vec![Vec::new(); ranks];
@@ -191,7 +191,7 @@ impl<'a> Reference<'a> {
         (losses.concat(), sum(contributions))
     }
 
-    /// Rounds values to the wire's gradient dtype.
+    /// Rounds values to the dtype in which gradients are sent.
     fn rounded(&self, values: &[f32]) -> Vec<f32> {
         decode(&encode(values, self.plan.gradient), self.plan.gradient)
     }
@@ -265,7 +265,8 @@ fn reads_of_next(step: u64, delay: Delay) -> u64 {
     reads(step + 1, Some(delay))
 }
 
-/// DeepSpeed's rule, except that an overflow at the floor leaves the scale as it is.
+/// The loss scale by DeepSpeed's dynamic rule. An overflow at the smallest scale is no error here, and leaves the scale
+/// as it is.
 struct Scaler {
     dynamic: bool,
     scale: f64,

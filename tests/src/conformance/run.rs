@@ -49,7 +49,8 @@ pub fn collect(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str,
     Trace { steps: steps.collect(), applied: applied[0], state, images: ranks[0].images.clone() }
 }
 
-/// Checks that another rank learned the same from commits as the first rank, except the overflowed element.
+/// Checks that another rank learned the same as the first rank from the commits. The overflowed element is not
+/// compared.
 fn agree(first: &Rank, other: &Rank) {
     assert_eq!(first.images, other.images, "images differ between ranks");
     assert_eq!(first.outcomes.len(), other.outcomes.len());
@@ -151,7 +152,7 @@ pub fn check(cluster: &Cluster, model: &dyn Model, plan: &Scenario, job: &str) -
     run
 }
 
-/// Compares two traces, smallest fields first, and names the first element that differs.
+/// Compares two traces. Fields of steps come before whole arrays, and a failure names the first element that differs.
 #[track_caller]
 pub fn assert_trace(run: &Trace, reference: &Trace, model: &dyn Model, plan: &Scenario, job: &str) {
     let spec = plan.spec(job, model);

@@ -7,7 +7,7 @@ use longshore_worker::{
     StepInputs, pipeline::Weights,
 };
 
-/// The name of a batch. A gradient depends on this and on the weights alone.
+/// The step, micro-step and rank that determine a batch. A gradient depends on the batch and the weights alone.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch {
     pub step: u64,
@@ -15,7 +15,7 @@ pub struct Batch {
     pub rank: u32,
 }
 
-/// A model to train. Run and reference call the same arithmetic, on weights from their own 16-bit images.
+/// A model to train. A run on servers and the reference loop call the same arithmetic, each on its own 16-bit images.
 pub trait Model: Send + Sync {
     fn params(&self) -> Vec<Param>;
 
@@ -24,7 +24,7 @@ pub trait Model: Send + Sync {
     /// Returns the loss, and each parameter's gradient of `scale` times the loss.
     fn gradient(&self, weights: &[Vec<f32>], batch: Batch, scale: f64) -> (f32, Vec<Vec<f32>>);
 
-    /// Returns the same through the worker library, as a trainer computes it.
+    /// Computes the same gradient and pushes it through the worker library, as a trainer does. Returns the loss.
     fn micro_step(&self, pipeline: &mut Pipeline, step: StepInputs, batch: Batch) -> anyhow::Result<f32>;
 }
 
@@ -49,7 +49,7 @@ pub struct Scenario {
     pub steps: u64,
     pub world: u32,
     pub micro_steps: u32,
-    /// Workers add up their micro-steps.
+    /// Each worker adds up its micro-steps and pushes their mean.
     pub on_worker: bool,
     pub gradient: Dtype,
     pub image: Dtype,

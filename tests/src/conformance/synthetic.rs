@@ -1,4 +1,4 @@
-//! A cheap gradient: a nonlinear function of the 16-bit weights and the batch. Its bits are equal on every
+//! A model with a cheap gradient: a nonlinear function of the 16-bit weights and the batch. Its bits are equal on every
 //! host.
 
 use longshore_proto::Param;
@@ -36,7 +36,7 @@ impl Default for Synthetic {
     }
 }
 
-/// SplitMix64.
+/// A SplitMix64 generator of random numbers.
 pub struct Noise(pub u64);
 
 impl Noise {
@@ -110,7 +110,7 @@ impl Model for Synthetic {
         let parts =
             weights.iter().enumerate().map(|(param, weights)| self.part(param, weights, batch, scale));
         let (losses, gradients): (Vec<f32>, Vec<Vec<f32>>) = parts.unzip();
-        // The last parameter comes first, as in backward.
+        // Losses are summed from the last parameter to the first, in the order of backward.
         (losses.iter().rev().fold(0.0, |sum, loss| sum + loss), gradients)
     }
 

@@ -27,7 +27,7 @@ use tempfile::TempDir;
 /// Checks whose result depends on this host.
 const OF_HOST: [&str; 5] = ["cores", "memory", "io_uring", "tmpfs", "descriptors"];
 
-/// Returns the kernel's files of a healthy host.
+/// Returns a folder with the kernel's files of a healthy host, which doctor reads instead of this host's.
 fn system() -> TempDir {
     let root = TempDir::new().unwrap();
     for (name, text) in [
@@ -65,7 +65,7 @@ fn text(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// Runs `longshore doctor` behind the words `before`, if any. A shell script there names it by "$0" and "$@".
+/// Runs `longshore doctor` behind the words `before`, if any. A shell script in `before` runs doctor by "$0" and "$@".
 fn doctor(before: &[&str], words: &[&str]) -> Output {
     let longshore = binaries::command("longshore");
     let mut command = Command::new(before.first().map_or(longshore.get_program(), |first| first.as_ref()));
@@ -137,7 +137,8 @@ fn a_healthy_host_and_cluster_have_nothing_wrong() {
     assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{output:?}");
 }
 
-/// Words before doctor, files of the kernel, words of doctor, and what it then finds.
+/// A fault of the host: words before `longshore doctor`, changed files of the kernel, and doctor's flags. Then the
+/// check that must fail, its state, and words of its finding.
 type Fault<'a> =
     (&'a [&'a str], &'a [(&'a str, &'a str)], &'a [&'a str], &'static str, &'static str, [&'static str; 2]);
 

@@ -40,12 +40,12 @@ const PULL: &str = "/longshore.v1.Tensors/Pull";
 const BEFORE: &str = "before";
 /// Number of open calls of a slow reader.
 const READS: u32 = 50;
-/// Number of calls that the strangers of one address may begin at once, beside a dozen on each connection.
+/// Number of calls that the strangers of one address may begin at once. Each connection may have a dozen more.
 const ADDRESS_CALLS: usize = 512;
 /// Pause between strangers while a job trains: the test measures the flood's effect on the server, not the
 /// processor time of making it.
 const REST: Duration = Duration::from_millis(20);
-/// With a margin for a busy machine. On a quiet machine the longest step should stay under 1 s.
+/// Longest step that passes, in ms, with a margin for a busy machine. On a quiet machine it should stay under 1 s.
 const LONGEST_MS: f64 = 3000.0;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -82,8 +82,8 @@ impl Flood {
         match self {
             Flood::Connections | Flood::HalfOpen => soak::pick(300, 2000),
             Flood::GiantHeaders => soak::pick(100, 1000),
-            // Some dozen strangers keep all their calls. The server ends the others, beyond their address's
-            // limit.
+            // Some dozen strangers keep all their calls. The server ends the other strangers, which exceed their
+            // address's limit.
             Flood::SlowReaders => soak::pick(16, 100),
             Flood::SlowFollowers => soak::pick(4, 100),
             Flood::RapidReset | Flood::Frames => 6,
@@ -147,7 +147,8 @@ impl Target<'_> {
                 assert!(!guest.is_alive(), "who takes calls back at once keeps the connection");
             }
             Flood::GiantHeaders => {
-                // A continuation frame of 12 KiB waits for the headers' end. A hundred end their connection.
+                // A continuation frame of 12 KiB keeps the server waiting for the headers' end. A hundred make the
+                // server end the connection.
                 let field = |index| format!("\0\x06name{index:02x}\x64{index:0>100}");
                 let fields: String = (0..110).map(field).collect();
                 let more = if turn.is_multiple_of(2) || turn < flood.held() { 1 } else { 100 };
@@ -160,7 +161,7 @@ impl Target<'_> {
                 let call = |stream: u32| {
                     let pull = match flood {
                         Flood::SlowReaders => self.pull(BEFORE, self.version),
-                        // The versions of the next second or so, as far as they exist.
+                        // The calls ask for the versions of about the next second, up to the job's last one.
                         _ => self.pull(job, self.version.min(at + u64::from(2 * stream))),
                     };
                     let pull = encode(&pull).head;
@@ -194,13 +195,14 @@ impl Target<'_> {
 
     /// Brings the flood's strangers, signals `filled`, and then replaces the oldest ones until `over`.
     fn flood(&self, flood: Flood, job: &str, filled: &mpsc::Sender<()>, over: &AtomicBool) {
-        // Strangers on another host would take none of the server's processor time.
+        // Strangers on another host would take none of the server's processor time, so these run at the lowest
+        // priority.
         setpriority_process(None, 19).expect("a thread may be nicer");
         let mut held = VecDeque::new();
         let (mut came, mut fed, mut at) = (0, false, None);
         let follows = flood == Flood::SlowFollowers;
         for turn in 0.. {
-            // Once a second: a page of metrics with a hundred jobs takes the server 5 ms.
+            // The version is asked once a second, since the server takes 5 ms for metrics of a hundred jobs.
             if follows && (at.is_none() || turn % 50 == 0) {
                 at = self.version_of(job);
             }
@@ -272,7 +274,7 @@ fn was_fed(mut stranger: Stranger) -> bool {
     false
 }
 
-/// Ends the flood however the test ends.
+/// Drop ends the flood, also when the test panics.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -290,13 +292,13 @@ fn beside(target: &Target<'_>, flood: Flood, job: &str) -> Run {
             let filled = filled;
             target.flood(flood, job, &filled, &over)
         });
-        // Followers come during the training.
+        // Followers come only during the training, since they pull its next versions.
         if flood != Flood::SlowFollowers {
             fills.recv_timeout(2 * DEADLINE).expect("the strangers come");
         }
         let there = match flood {
             Flood::Connections => flood.held().min(SPARE_CONNECTIONS - OTHERS_CONNECTIONS),
-            // A TLS handshake is not a connection yet. HTTP/2's preface comes on a connection.
+            // A TLS handshake does not count as a connection yet. HTTP/2's preface comes on a connection that counts.
             Flood::HalfOpen if target.tls.is_some() => 0,
             // The server ends the other strangers of this address, beyond its limit of calls.
             Flood::SlowReaders => flood.held().min(ADDRESS_CALLS / READS as usize),
@@ -328,7 +330,7 @@ fn training_goes_on(tls: Option<&Strangers>) {
     let counted = STRANGERS_BYTES + if tls.is_some() { STRANGERS_TLS_BYTES } else { 0 };
     let undisturbed = target.train(BEFORE).end.state_hash;
     for flood in Flood::ALL {
-        // The allowance of the strangers' address is whole again afterwards.
+        // During this run the calls of earlier strangers end, so that their address has its whole allowance again.
         target.train(&format!("before-{flood:?}"));
         forget_peak(process);
         let run = beside(&target, flood, &format!("beside-{flood:?}"));

@@ -53,7 +53,8 @@ fn silent_connections_make_room_for_those_that_call() {
     let mut silent = Vec::new();
     for index in 0..soak::pick(300, 5000) {
         silent.extend(Peer::silent(server.address()));
-        // On a slow host this loop takes longer than the server waits for the answer to its ping.
+        // On a slow host the loop takes longer than the server waits for a pong, so the worker must answer pings
+        // meanwhile.
         assert!(index % 50 > 0 || worker.is_alive(), "who has called goes after those that have not");
     }
     let took = is_served(&server);
@@ -94,7 +95,7 @@ fn without_descriptors_it_says_so_and_goes_on() {
 #[test]
 fn half_open_connections_are_found_dead() {
     if soak::pick(0, 1) == 0 {
-        // The rest of the test takes two intervals of keepalive.
+        // The test takes two intervals of keepalive, so it runs only in the soak.
         return;
     }
     let server = ServerOptions::new().start();

@@ -18,7 +18,7 @@ fn who_stops_within_tls_makes_a_server_hold_what_is_counted() {
         let mut came = Vec::new();
         eprint!("{stop:?}: ");
         let (most, _) = growth(&server, || {
-            // The server ends some of them for others before they reach this stage.
+            // The server ends some strangers in favour of others before they reach this stage.
             came.extend(
                 (0..soak::pick(300, 2000)).filter_map(|_| strangers.come(server.address(), stop).ok()),
             );

@@ -45,17 +45,18 @@ const PULL: &str = "/longshore.v1.Tensors/Pull";
 const PUSH: &str = "/longshore.v1.Tensors/Push";
 /// Bytes that the allocator and HTTP/2 add to the counted ones.
 const MARGIN: u64 = 24 << 20;
-/// Columns of the page's table.
+/// Columns of the table in docs/limits.md.
 const MEMORY: usize = 1;
 const CONNECTIONS: usize = 2;
 const THREADS: usize = 3;
 const DISK: usize = 4;
 const WAITS: usize = 5;
-/// Time of the innocent job's steps on a busy machine, with the start of its process.
+/// Time for two steps of the innocent job on a busy machine, with the start of its process.
 const OWN_TIME: Duration = Duration::from_secs(5);
 const MOST_CONNECTIONS: usize = 1024;
 
-/// Returns the numbers of a cell of the page's table, after those of a row that the cell refers to.
+/// Returns the numbers in a cell of the table. A cell that says "as a reader" begins with the numbers of that row's
+/// cell.
 fn figures(row: &str, column: usize) -> Vec<u64> {
     let page = include_str!("../../../docs/limits.md");
     let is_row = |line: &&str| line.starts_with(&format!("| {row}"));
@@ -70,19 +71,19 @@ fn mib(row: &str) -> u64 {
     figures(row, MEMORY)[0] << 20
 }
 
-/// Returns the connections that one address may have of this many.
+/// Returns how many of the server's connections one address may have.
 fn share(row: &str) -> usize {
     MOST_CONNECTIONS - figures(row, CONNECTIONS)[0] as usize
 }
 
-/// A server with every kind of folder, and a job that trains beside the worst.
+/// A server with every kind of folder, and an innocent job that trains beside the worst peer.
 struct Bed {
     server: Longshored,
     folders: [TempDir; 3],
     socket: String,
 }
 
-/// The growth during the worst, and the time of two steps of the innocent job in the middle of it.
+/// The server's growth during the worst peer, and the time of two steps of the innocent job meanwhile.
 #[derive(Debug)]
 struct Held {
     memory: u64,
@@ -111,7 +112,7 @@ impl Bed {
         Train::new(steps).args(["--job", job]).args(more).servers(&[format!("unix:{}", self.socket)]).run();
     }
 
-    /// Runs `worst`, whose result holds on to all of it, and lets the innocent job train beside that.
+    /// Calls `worst`, whose result holds all its connections and calls open. Meanwhile the innocent job trains.
     fn held<T>(&self, worst: impl FnOnce() -> T) -> (T, Held) {
         let process = self.server.process.id();
         let disk = || self.folders.iter().map(|folder| bytes_in(folder.path())).sum::<u64>();
@@ -132,7 +133,7 @@ impl Bed {
     }
 }
 
-/// Checks all columns but that of connections. A job has `jobs` times the threads of the page.
+/// Checks all columns but that of connections. The row's threads are those of one job, so `jobs` multiplies them.
 #[track_caller]
 fn check(row: &str, held: &Held, memory: u64, (jobs, disk): (u64, u64)) {
     let threads = jobs * figures(row, THREADS).iter().sum::<u64>();
@@ -157,7 +158,7 @@ fn ask(peer: &mut Peer, stream: u32, path: &str, message: &[u8]) {
     peer.send(&[headers, frame(DATA, END_STREAM, stream, message)].concat()).unwrap();
 }
 
-/// Comes from one address until it gets no more connections, each with a call that stays open.
+/// Opens connections from one address until the server gives no more. Each has a call that stays open.
 fn come(bed: &Bed, host: u16, path: &str) -> Vec<Peer> {
     let come = |_| {
         let mut peer = Peer::from_host(host, bed.server.address()).ok()?;
@@ -169,8 +170,8 @@ fn come(bed: &Bed, host: u16, path: &str) -> Vec<Peer> {
     came
 }
 
-/// Takes all connections of an address, with half a frame on each. Calls of other addresses are filled with results that
-/// no peer takes.
+/// The stranger takes all connections of an address, with half a frame on each. From other addresses come calls whose
+/// results nobody reads.
 #[test]
 fn a_stranger_is_held_within_its_row() {
     let bed = Bed::new(MOST_CONNECTIONS);
@@ -199,7 +200,7 @@ fn a_stranger_is_held_within_its_row() {
     check("stranger", &held, mib("stranger"), (1, 0));
 }
 
-/// Asks for weights, exports and hashes, and takes nothing.
+/// The reader asks for weights, exports and hashes, and reads no answer.
 #[test]
 fn a_reader_is_held_within_its_row() {
     let bed = Bed::new(MOST_CONNECTIONS);
@@ -253,7 +254,7 @@ fn a_reader_is_held_within_its_row() {
     check("reader", &held, mib("reader"), (1, 0));
 }
 
-/// Opens a job of each tier with checkpoints, and sends messages without an end on a rank's connections.
+/// The worker opens a job of each tier with checkpoints, and sends messages without an end on a rank's connections.
 #[test]
 fn a_worker_is_held_within_its_row() {
     let bed = Bed::new(MOST_CONNECTIONS);
@@ -290,7 +291,7 @@ fn a_worker_is_held_within_its_row() {
     check("worker", &held, memory + mib("worker"), (tiers.len() as u64, disk + shm + checkpoints));
 }
 
-/// Comes by the Unix socket while one address has all it may have, and acts on a job.
+/// The operator comes by the Unix socket and acts on a job, while one address has all connections it may have.
 #[test]
 fn an_operator_is_held_within_its_row() {
     const FEW: usize = 16;
@@ -313,7 +314,7 @@ fn an_operator_is_held_within_its_row() {
     check("operator", &held, mib("operator"), (1, checkpoints));
 }
 
-/// A rank's connection sends the most of each message and never its end.
+/// A rank's connection sends the longest messages without their last byte.
 #[test]
 fn messages_of_a_rank_that_never_end_are_counted() {
     let server = ServerOptions::new().start();
@@ -360,12 +361,12 @@ fn empty_elements_are_refused_before_they_are_decoded() {
             assert_eq!(fault_from_status(&status, "").field, "request", "{status}");
         });
         let mut peer = Peer::connect(server.address()).unwrap();
-        // As many as the first window of a stream takes.
+        // As many slices as the first window of a stream takes.
         let pull = PullRequest { slices: vec![Slice::default(); 30_000], ..Default::default() };
         ask(&mut peer, 1, PULL, &encode(&pull).head);
         assert!(peer.is_alive());
     });
-    // The message itself, as received.
+    // The server holds the message as received, and none of its elements.
     assert!(most < (4 << 20) + MARGIN, "{most}");
 }
 

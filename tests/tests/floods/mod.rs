@@ -1,6 +1,6 @@
-//! Floods by strangers on the socket. Against any flood, a server holds no more than docs/limits.md allows,
-//! ends excessive connections, and serves the others. With `LONGSHORE_SOAK` the floods have the size that
-//! once took 4.6 GB.
+//! Floods by strangers on the socket. Against any flood, a server holds no more than docs/limits.md allows, ends
+//! excessive connections, and serves the others. With `LONGSHORE_SOAK` the floods are so large that an earlier server
+//! took 4.6 GB for them.
 
 mod beside;
 mod connections;

@@ -62,7 +62,7 @@ impl Strangers {
         Strangers { folders, config: Arc::new(config) }
     }
 
-    /// Opens a connection without sending, and the client's end of TLS.
+    /// Opens a connection on which nothing is sent yet. Returns the socket and the client's end of TLS.
     fn begin(&self, address: &str) -> io::Result<(TcpStream, ClientConnection)> {
         let socket = Peer::silent(address)?.socket;
         let host = ServerName::from(socket.peer_addr()?.ip());

@@ -1,7 +1,8 @@
-//! `kill -9` of each role at any moment, and at critical ones: during an operator's call and a start. In some tests
-//! ranks outlive each other. The simulation has takeovers, pushes that are cut short, and steps that are taken back.
+//! `kill -9` of each role at any moment, and at critical moments: during an operator's call and during a start. In some
+//! tests one rank outlives the other. The simulation covers takeovers, pushes that are cut short, and steps that are
+//! taken back.
 //!
-//! A few kills are made always, and the soak, `tests/run --soak kills`, makes many.
+//! A few kills are made in every run. The soak, `tests/run --soak kills`, makes many.
 
 mod operators;
 mod processes;

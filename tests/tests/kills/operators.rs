@@ -25,7 +25,7 @@ struct Stage {
 }
 
 impl Stage {
-    /// A trained job, on servers of a tier that keeps it.
+    /// Trains a job, on servers of a tier that outlives them.
     fn set(tier: &str) -> Stage {
         let bed = Bed::new(tier, SERVERS);
         let train = Train::new(STEPS).args(["--tier", tier]).servers(&bed.addresses());
@@ -38,8 +38,8 @@ impl Stage {
         call
     }
 
-    /// Kills a server during a call, restarts it, and repeats the call until it succeeds. Each try may have
-    /// its own call. Returns the duration of a call.
+    /// Kills a server during a call, restarts it, and repeats the call until it succeeds. `call` gets the number of the
+    /// try. Returns the duration of the call that succeeded.
     fn disturb(
         &mut self,
         call: impl Fn(u32) -> Vec<String>,
@@ -93,7 +93,7 @@ fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
         // An interrupted call leaves files, which another call does not overwrite.
         let export = |attempt| call(&["export", "--out", &format!("{}-{attempt}", folder.display())]);
         takes[which] = if which == 0 {
-            // A checkpoint sealed before the kill exists already.
+            // If the checkpoint was sealed before the kill, the repeated call says so.
             stage.disturb(checkpoint, takes[which], |stderr, code| code == 0 || stderr.contains("sealed"))
         } else {
             stage.disturb(export, takes[which], succeeds)
@@ -102,7 +102,7 @@ fn a_kill_inside_a_checkpoint_or_an_export_costs_nothing_but_a_second_call() {
     }
 }
 
-/// A kill comes during the deletion of the job, and another during its restore.
+/// The first kill comes while the job is deleted, and the second while it is restored.
 #[test]
 fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_restored() {
     let kills = soak::pick(2, 60);
@@ -114,8 +114,8 @@ fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_rest
         let addresses = stage.bed.addresses();
         let gone = move |_: &str, code: i32| code == 0 || status(&addresses).is_empty();
         stage.disturb(|_| call(&["delete", "--job", "default"]), takes, gone);
-        // The trainer's --resume opens the job everywhere, restores it and ends: the job was trained to its
-        // end.
+        // The trainer's --resume opens the job everywhere and restores it. The job was trained to its last step, so the
+        // trainer ends then.
         let resumed = stage.train.start_with(["--resume"]);
         spin(stage.random.part_of(takes));
         let victim = stage.random.below(SERVERS as u64) as usize;
@@ -126,7 +126,7 @@ fn a_kill_inside_a_delete_or_a_restore_leaves_a_job_that_can_be_deleted_and_rest
     }
 }
 
-/// The next run makes the last step again.
+/// A server dies while it steps back. The next run makes the last step again.
 #[test]
 fn a_kill_inside_a_step_back_leaves_one_version_or_the_other() {
     let kills = soak::pick(2, 40);

@@ -16,7 +16,7 @@ const STEPS: u64 = 60;
 /// Number of kills in one run: few, so that its steps stay few.
 const KILLS_A_RUN: u64 = 5;
 const DELAYED: &[&str] = &["--delay", "1", "--warmup-steps", "5"];
-/// DRAM holds two of a server's two or three images. Gradients are on the drives too, except lent ones.
+/// DRAM has room for two of a server's two or three images. All gradients but lent ones are on the drives too.
 const ON_DRIVES: &[&str] = &["--spill", "all", "--storage-buffers", "2"];
 
 /// The processes that are killed at once.
@@ -25,10 +25,10 @@ enum Victims {
     /// A rank that the seed chooses.
     Rank,
     OneServer,
-    /// No process is left that could resend a gradient.
+    /// All servers and ranks, so that no process is left to send a gradient again.
     All,
     /// A server with rank 0, while the other rank lives on. Steps that the other servers decided without the dead
-    /// one are taken back.
+    /// server are taken back.
     RankZeroWithServer,
 }
 
@@ -50,7 +50,7 @@ struct World {
     train: Train,
     ranks: Vec<Running>,
     done: u64,
-    /// Rank 0's process has not printed its first step yet.
+    /// True until the start of rank 0's present process was read.
     is_new: bool,
 }
 
@@ -60,8 +60,8 @@ impl World {
         World { train, ranks, done: 0, is_new: true }
     }
 
-    /// Lets the run go on to a random moment: some steps and a part of two steps later, or, where it may be `early`,
-    /// within a start. `lives` are still to come, and share the steps left.
+    /// Lets the run go on to a random moment: some steps later, and then within two steps' time. With `early` the
+    /// moment may lie within a start instead. The remaining steps are shared between `lives` such moments.
     fn live(&mut self, random: &mut Random, known: &Undisturbed, lives: u64, early: bool) {
         if early && random.below(4) == 0 {
             return spin(random.part_of(known.startup));
@@ -112,7 +112,7 @@ fn survives(case: &Case) {
             let early = match case.victims {
                 Victims::Rank => true,
                 Victims::RankZeroWithServer => false,
-                // The first weights are there.
+                // From the second kill on, the job has its first weights, so a start may be hit.
                 _ => kill > 0,
             };
             world.live(&mut random, &known, kills - kill, early);
@@ -161,13 +161,13 @@ fn an_exact_nvme_job_survives_kills_of_either_server() {
     survives(&CASE);
 }
 
-/// Files alone go on, with lent gradients and spilled images.
+/// All processes die, so the job continues from its files alone. Gradients are lent, and images are on the drives.
 #[test]
 fn a_delayed_nvme_job_with_lent_gradients_and_all_else_on_drives_survives_kills_of_everything() {
     survives(&Case { victims: Victims::All, job: DELAYED, flags: ON_DRIVES, ..CASE });
 }
 
-/// A tmpfs alone goes on, in the middle of a step's micro-steps too.
+/// All processes die, so the job continues from a tmpfs alone. Kills also come between a step's micro-steps.
 #[test]
 fn a_shm_job_survives_kills_of_everything() {
     survives(&Case { tier: "shm", victims: Victims::All, job: &["--micro-steps", "2"], ..CASE });
@@ -185,7 +185,7 @@ fn a_delayed_run_with_its_state_on_a_drive_goes_on_by_the_same_command() {
     let (root, mut random) = (TempDir::new().unwrap(), Random::new());
     let known = Train::new(STEPS).args(DELAYED).undisturbed();
     let kept = ["--tier", "nvme", "--state-dir", &root.path().display().to_string()];
-    // A kill while a record is replaced leaves the record's other copy.
+    // A kill may tear one of a record's two copies, and the server logs that.
     let train = Train::new(STEPS).args(DELAYED).args(kept).allow("a damaged record is replaced");
     let mut world = World::start(train, 1);
     let mut said = 0;

@@ -1,5 +1,5 @@
-//! A process is stopped, or its network is, while a successor takes its rank. Afterwards it goes on, and must end:
-//! the successor stays, and the other rank waits. The soak makes 300 stops.
+//! A process or its network is stopped while a successor takes the rank. Then the process goes on, and must end. The
+//! successor stays, and the other rank waits meanwhile. The soak makes 300 stops.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ impl Member {
     }
 }
 
-/// A process is stopped, and another has a slow network. Both end with the name of their successor's join.
+/// A process is stopped, and another has a slow network. Both end with an error that names their successor's join.
 #[test]
 fn an_nvme_job_survives_processes_that_wake_after_their_successor() {
     let mut random = Random::new();

@@ -1,5 +1,5 @@
-//! Processes wait for one that was killed or is slow, and give up with its name in time. A server of the tier in
-//! memory loses its part for good: the loss is said at once, and a checkpoint is the way on.
+//! Processes wait for one that was killed or is slow, and give up in time with its name. A server of tier `memory`
+//! loses its part for good. Workers then say so at once, and name a checkpoint to resume from.
 
 use std::{
     thread,
@@ -17,7 +17,8 @@ const ENDLESS: u64 = 1_000_000;
 const CHECKPOINT_EVERY: u64 = 6;
 /// The step at which the server is killed, some steps after a checkpoint.
 const KILLED_AT: u64 = 16;
-/// `--deadline-s`, and the grace until the worker ends: connecting and collecting have their own.
+/// `--deadline-s`. `GRACE` is the time until the worker ends after that, since connecting and collecting have deadlines
+/// of their own.
 const DEADLINE: Duration = Duration::from_secs(3);
 const GRACE: Duration = Duration::from_secs(12);
 
@@ -42,7 +43,7 @@ fn a_server_that_does_not_come_back_is_named_in_time() {
     assert!(error.contains(bed.servers[1].address()) && error.contains("job default"), "{stderr}");
     assert!(waits.iter().any(|wait| error.contains(wait)), "none of {waits:?} is named: {stderr}");
     assert!(stderr.contains("waiting for a server"), "{stderr}");
-    // The job is still there once the server runs.
+    // Once the server runs again, the job is still there.
     bed.servers[1].restart();
     train.run();
 }
@@ -63,7 +64,7 @@ fn a_server_that_dies_again_after_the_deadline_is_waited_for_again() {
         }
     }
     assert!(worker.process.is_running(), "it exited: {}", worker.process.stderr());
-    // Both ends share memory again.
+    // Server and rank share memory again.
     let rank = || job_status(&bed.addresses()).servers[1].ranks[0].clone();
     assert_eq!((rank().state.as_str(), rank().transport.as_str()), ("joined", "memfd"));
     worker.kill();
@@ -82,7 +83,7 @@ fn the_upload_of_first_weights_goes_on_after_a_server_was_killed() {
         proxy.slow_to(1 << 20);
         let train = train(3, tier, &bed).args(["--transport", "tcp", "--deadline-s", "30"]);
         let worker = train.servers(&addresses).start();
-        // The upload has half a megabyte.
+        // The upload has half a megabyte, so the kill comes in its middle.
         proxy.until_passed(200 << 10);
         bed.servers[1].kill_and_restart();
         proxy.slow_to(0);
@@ -90,8 +91,8 @@ fn the_upload_of_first_weights_goes_on_after_a_server_was_killed() {
     }
 }
 
-/// A rank that is silent past the deadline, as during an evaluation, is waited for while its process lives.
-/// Once it is gone, the wait names it soon.
+/// A rank that is silent past the deadline, as during an evaluation, is waited for while its process lives. Once its
+/// process is gone, the wait soon ends with an error that names the rank.
 #[test]
 fn a_rank_that_is_slow_is_waited_for_past_the_deadline() {
     let known = Train::new(STEPS).args(["--world-size", "2"]).undisturbed();
@@ -134,8 +135,8 @@ fn a_rank_that_does_not_come_back_is_named_in_time() {
     assert!(stderr.contains("raise the deadline"), "no remedy: {stderr}");
 }
 
-/// The worker ends in time with the server's name and a remedy. A job must never train on a mixture of servers: the same
-/// command must not continue it, nor silently start it anew.
+/// The worker ends in time with the server's name and a remedy. A job must never train on a mixture of servers: the
+/// same command must not continue it, nor silently start it anew.
 #[test]
 fn a_job_in_memory_resumes_from_its_checkpoint_after_a_server_was_killed_and_not_without() {
     let job = ["--delay", "1", "--warmup-steps", "5", "--micro-steps", "2", "--accumulate", "worker"];
@@ -155,7 +156,7 @@ fn a_job_in_memory_resumes_from_its_checkpoint_after_a_server_was_killed_and_not
     assert!(stderr.contains(bed.servers[0].address()) && stderr.contains("lost the state"), "{stderr}");
     assert_eq!(said.steps().count(), 0);
     let run = train.start_with(["--resume"]).finish();
-    // The worker trains on during the kill.
+    // The worker trains on until the kill, so one more checkpoint may be there.
     let newest = KILLED_AT / CHECKPOINT_EVERY * CHECKPOINT_EVERY;
     let right = [newest + 1, newest + CHECKPOINT_EVERY + 1];
     assert!(right.contains(&run.start.first_step), "{:?}, and not at one of {right:?}", run.start);

@@ -37,14 +37,14 @@ struct Case {
     params: usize,
     formats: Formats,
     resident: u64,
-    /// The server's budget. None: more than any of these jobs takes.
+    /// The server's memory. None for 6 GiB, more than any of these jobs takes.
     memory: Option<u64>,
     flags: &'static [&'static str],
 }
 
 impl Case {
-    /// 500 million parameters with 6 GB of fp32 state. The state has 1 GiB of DRAM: 720 MiB resident, six
-    /// buffers of 48 MiB each, and one for tables.
+    /// 500 million parameters with 6 GB of fp32 state. The state has 1 GiB of DRAM: 720 MiB resident, six buffers of 48
+    /// MiB each, and the rest for tables.
     fn small(flags: &'static [&'static str]) -> Case {
         Case { params: 120, formats: Formats::default(), resident: 720 << 20, memory: None, flags }
     }
@@ -134,7 +134,7 @@ fn step(case: &Case, pipeline: &mut Pipeline, gradient: &[f32], server: &Control
     server.await_durable(pipeline.drain().expect("a decision"));
 }
 
-/// A client beside the worker's.
+/// A gRPC client of the server, beside the worker's own client.
 struct Control {
     runtime: Runtime,
     client: TrainingClient<Channel>,
@@ -207,7 +207,7 @@ fn an_export_of_two_gigabytes_takes_little_memory() {
     export(&server, root.path(), case.elements());
 }
 
-/// The export is fp32, 2 GB.
+/// Exports 2 GB in fp32, and checks the memory that the exporter and the server take for that.
 fn export(server: &Longshored, folder: &Path, elements: u64) {
     let python = env::var_os("LONGSHORE_TEST_PYTHON").expect("a Python: run tests/run, which makes one");
     let (before, _) = memory_of(server.process.id());

@@ -223,7 +223,7 @@ fn counters_that_begin_again_give_no_negative_speed() {
     let Some(mut browser) = browser() else { return };
     let server = ServerOptions::new().args(FLAGS).start();
     open(&mut browser, &http::address(&server));
-    // The answers of a server that restarted four seconds before.
+    // A server's counters begin anew at second 4, after a restart. No rate may span the restart.
     let speeds = "(() => { \
         const job = (version, bytes) => ({ name: 'x', version, applied: version, pushed_bytes: bytes, pulled_bytes: bytes, \
             update_seconds: bytes / 1e9, update_bytes: 1e6, steps: [] }); \

@@ -89,7 +89,7 @@ fn a_run_that_is_not_trusted_ends_at_once() {
     let server = ServerOptions::new().tls(&folders.server()).start();
     let expired = folders.dir("expired");
     folders.authority.write_client(&expired, "reader", Life::Expired);
-    // Far below the deadline for servers that do not answer.
+    // The worker ends far earlier than its deadline for servers that do not answer.
     let (stderr, _) = train(3, &server, &expired).start().fails(Duration::from_secs(15));
     assert!(stderr.contains("the client's certificate has expired"), "{stderr}");
 }

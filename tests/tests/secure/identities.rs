@@ -177,7 +177,7 @@ const TEND: [&str; 12] = [
     "Fetch",
 ];
 const TRAIN: [&str; 5] = ["Upload", "Push", "Stats", "Commit", "Leave"];
-/// Beside Drain, which needs an identity with all jobs.
+/// Calls of operators alone, except Drain, which needs an identity with all jobs.
 const OPERATE: [&str; 2] = ["Resume", "DeleteJob"];
 
 /// Returns the server's description of the job, with the hash of its state.
@@ -225,7 +225,7 @@ fn all_is_on_record(server: &Longshored, who: &str, jobs: &[(String, &str, bool)
     assert_eq!(lines().len(), expected.len(), "{who}: {:?}", lines());
 }
 
-/// A reader sees weights, and no rank in its own likeness.
+/// A reader may read weights, but no optimizer state. A reader's calls in a rank's name do not count as the rank's.
 #[test]
 fn a_reader_gets_no_optimizer_state_and_is_no_rank() {
     let (folders, server) = cluster();

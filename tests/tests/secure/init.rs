@@ -57,7 +57,7 @@ fn one_command_makes_a_cluster_that_trains() {
     let deleted = ask(&server, &dir.join("operator-token"), &["delete", "--job", "default"]);
     assert_eq!(deleted.code, 0, "{}", deleted.stderr);
 
-    // Servers of the cluster fetch shards from each other.
+    // With these folders, servers of the cluster may fetch shards from each other.
     let other = ServerOptions::new().tls(&dir.join("server")).start();
     let running = train(1, &server, &dir.join("worker")).endless().allow("quota.memory");
     let mut running = running.start();

@@ -19,7 +19,7 @@ use longshore_tests::{
 use longshore_wire::{Channel, tls::Credentials};
 use longshore_worker::session::Address;
 
-/// The names of identities in these tests, and a token with its hash.
+/// A token of these tests, and its SHA-256.
 const TOKEN: &str = "foo";
 const TOKEN_SHA256: &str = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae";
 

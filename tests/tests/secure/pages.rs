@@ -121,7 +121,7 @@ fn pages_over_tls_are_for_identities_with_all_jobs() {
     for dir in [&stranger, &expired] {
         assert!(ask(&certificate(dir), "/healthz").is_err());
     }
-    // A revoked token.
+    // The token is revoked.
     folders.list(&identities[..2].concat());
     let gone = || (ask(&readers[1], "/metrics").unwrap().0 == 401).then_some(());
     eventually("the token to be taken back", gone);

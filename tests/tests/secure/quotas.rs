@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use super::{ask, train};
 
-/// Returns a list with an operator for everything, and a worker with this quota.
+/// Returns an identities.toml with an operator for everything, and a worker with this quota.
 fn list(quota: &str) -> String {
     let worker = identity("team", &["worker"], &["*"], &[]);
     [identity("operator", &["operator"], &["*"], &[]), worker, format!("quota = {quota}\n")].concat()
@@ -54,7 +54,7 @@ fn a_job_beyond_the_quota_is_refused_and_nothing_is_taken() {
     is_refused(&server, &team, "b", &["quota.jobs is 1 more for team, which has 1", "at most 1 together"]);
     assert!(ask(&server, &operator, &["status"]).stdout.lines().all(|line| line != "job b"));
     assert_eq!(has(&server, &operator), before.replace("1 connections", "0 connections"));
-    // The same job again, not one more.
+    // Another run of the same job needs no further quota.
     train(6, &server, &team).args(["--job", "a"]).run();
 
     // New limits take effect without a restart.
@@ -112,7 +112,7 @@ fn connections_beyond_the_quota_are_told_so_at_their_first_call() {
         said.stderr
     );
     folders.list(&list("{ connections = 1 }"));
-    // Connections come one after the other: an ended connection no longer counts.
+    // Connections come one after the other, because an ended connection no longer counts.
     eventually("a connection to be allowed", || (ask(&server, &team, &["status"]).code == 0).then_some(()));
     eventually("the next one", || {
         has_if_any(&server, &team).filter(|line| line.ends_with("1 of 1 connections"))

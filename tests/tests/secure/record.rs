@@ -21,7 +21,7 @@ use tonic::{Code, Request};
 
 use super::{TOKEN, ask, connect, train};
 
-/// A version beyond the training of any test here.
+/// A version that no test here reaches.
 const NEVER: u64 = 99;
 
 /// Returns the record's lines about a call.
@@ -148,7 +148,7 @@ fn refusals_are_counted_wherever_a_call_is_refused() {
 /// call.
 const TOKEN_OF_NOBODY: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 
-/// The call itself is answered, and each chunk separately: the record has one line for all refused chunks.
+/// The call itself is answered, and each chunk has its own answer. The record has one line for all refused chunks.
 #[test]
 fn chunks_for_the_job_of_others_are_counted_and_on_record_once() {
     let elsewhere = identity("elsewhere", &["worker"], &["team-b-*"], &[]);

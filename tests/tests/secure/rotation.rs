@@ -47,11 +47,11 @@ fn a_certificate_is_rotated_while_a_job_trains() {
     next.write_client(&new, "reader", Life::Valid);
     running.until_step(version(&server, &new) + 3);
     let end = running.stop();
-    // The same bits as without a network.
+    // The bits must be those of a run without a network.
     assert_eq!(end.state_hash, Train::new(1).endless().hash_after(end.version));
 }
 
-/// Long enough for a worker to start on a busy host.
+/// Validity of a certificate that expires during a test: long enough for a worker to start on a busy host.
 const SHORT: Duration = Duration::from_secs(8);
 const ENDED: &str = "since their certificates have expired";
 
@@ -66,7 +66,7 @@ fn connections_end_with_their_certificate_and_go_on_with_the_next() {
     for (name, dir) in [("worker", &worker), ("late", &late)] {
         folders.authority.write_client(dir, name, Life::For(SHORT));
     }
-    // A rank that cannot reach a server gives up at its deadline, or as long again after it.
+    // A rank that cannot reach a server gives up after its deadline, or after twice that time.
     let expires = train(1, &server, &late).endless().args(["--job", "late", "--deadline-s", "3"]);
     let (mut expires, mut running) = (expires.start(), train(1, &server, &worker).endless().start());
     expires.until_step(5);
@@ -94,7 +94,7 @@ fn a_token_that_is_taken_back_ends_what_it_may() {
     let (stderr, said) = running.fails(DEADLINE);
     assert!(stderr.contains("a token that this server does not know"), "{stderr}");
     assert!(stderr.contains("UNAUTHENTICATED"), "{stderr}");
-    // A last decision may have been made without its answer arriving.
+    // The server may have taken a last decision whose answer did not arrive.
     let stopped = version(&server, &looking);
     assert!(
         (said.last_step()..=said.last_step() + 1).contains(&stopped),
@@ -155,7 +155,7 @@ fn a_folder_that_cannot_be_used_leaves_everything_as_it_was() {
     eventually("the mistake to be said", || server.process.stderr().contains(text).then_some(()));
     eventually("the metric", || (unusable() == 1.0).then_some(()));
     assert_eq!(ask(&server, &reader, &["status"]).code, 0);
-    // A key of another certificate.
+    // The key belongs to another certificate.
     folders.list(&identity("reader", &["reader"], &["*"], &[]));
     let other = Authority::new();
     let elsewhere = folders.dir("elsewhere");

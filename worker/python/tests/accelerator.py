@@ -65,24 +65,26 @@ class Simulated:
 
     def __init__(self, seed: int, ignored: str | None = None) -> None:
         self.random = random.Random(seed)
-        #: Progress of the other operations at each wait: always the same, or in turn.
+        #: Ways in which other operations advance at a wait. Most seeds have one way; every fourth seed draws a way at
+        #: each wait.
         kinds = ["late", "first", "everything"]
         self.ways = [kinds[seed % 4]] if seed % 4 < len(kinds) else [*kinds, "some"]
         self.ignored = ignored
         self.main = Stream()
         self.pending: list[Operation] = []
-        #: Addresses of the device's memory. Each is kept forever, so that a late operation finds it.
+        #: The device's memory by its address. No block is ever freed, so that a late operation still finds it.
         self.blocks: dict[int, np.ndarray] = {}
         self.freed: collections.deque[tuple[int, Stream]] = collections.deque()
-        #: By the address of a storage that was resized: its present memory and the stream that owns it. None while it has none.
+        #: Present memory and owning stream of each resized storage, by the storage's first address. None while the
+        #: storage has no memory.
         self.resized: dict[int, tuple[np.ndarray, Stream] | None] = {}
-        #: Memory released by storages, by stream and number of elements. Allocations take it first.
+        #: Memory that storages have released, by stream and number of elements. Allocations take from here first.
         self.released: dict[tuple[Stream, int], list[np.ndarray]] = collections.defaultdict(list)
-        #: By address: streams that use the memory longer than its owners.
+        #: Streams that still use memory after its owner has let go, by the memory's address.
         self.kept: dict[int, list[Stream]] = {}
         self.lock = threading.RLock()
-        #: Host memory page-locked by torch's allocator, and registered memory: bytes by address. None where registering fails, as for every
-        #: second four seeds.
+        #: Bytes by address of host memory that torch's allocator has page-locked. `registered` has the registered
+        #: memory in the same way. None where registering fails, as for seeds 4 to 7 of every eight.
         self.locked_by_torch: dict[int, int] = {}
         self.registered: dict[int, int] | None = {} if seed // 4 % 2 == 0 else None
         #: Number of copies by kind of host memory: ``"to registered"``, ``"from torch's"`` and so on.
@@ -90,7 +92,7 @@ class Simulated:
         self._touching: dict[int, list[Operation]] = collections.defaultdict(list)
         self.running = threading.Event()
         self.running.set()
-        # A single thread for torch there as well, so that sums have a fixed order.
+        # torch computes in one thread there too, so that sums have a fixed order.
         self.thread = ThreadPoolExecutor(1, "accelerator", lambda: torch.set_num_threads(1))
         self.local = threading.local()
 
@@ -117,7 +119,7 @@ class Simulated:
         return (tensor.view(dtype) if dtype is torch.bfloat16 else tensor)[: int(np.prod(shape))].view(tuple(shape))
 
     def _freed(self, address: int, stream: Stream) -> None:
-        # A finalizer, which may run in the middle of any code.
+        # Finalizers call this function, which may interrupt any code, so nothing but a queue is changed.
         self.freed.append((address, stream))
 
     def _use_again(self) -> None:
@@ -195,7 +197,7 @@ class Simulated:
 
     def record(self, stream: Stream) -> list[Operation]:
         with self.lock:
-            # The stream's waits come before the operation recorded now.
+            # Earlier waits of the stream come before the operation recorded now.
             return stream.waits + ([] if stream.last is None else [stream.last])
 
     def let_wait(self, stream: Stream, event: list[Operation]) -> None:
@@ -222,7 +224,7 @@ class Simulated:
             memory.fill_(float("nan"))
         start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         with self.lock:
-            # Replaces entries of earlier memory at these addresses.
+            # Earlier memory at these addresses is gone, so its entries go too.
             before = self.locked_by_torch.items()
             self.locked_by_torch = {at: size for at, size in before if at + size <= start or end <= at} | {start: memory.nbytes}
         return memory

@@ -118,7 +118,7 @@ def make(what: str, options: dict[str, Any]) -> dict[str, Any]:
     import deepspeed
     import deepspeed.ops
 
-    # DeepSpeed's shared memory between ranks of a host needs compilation. Without it they use gloo.
+    # DeepSpeed must compile its shared memory between ranks of a host. Without that, ranks use gloo.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     return {"train": train, "load": load}[what](**options)

@@ -13,10 +13,10 @@ import longshore
 from longshore.distributed import ranks
 from longshore.errors import WaitError
 
-#: Timeout of torch.distributed in seconds. An error that comes sooner has another cause.
+#: Timeout of torch.distributed in seconds. An error that comes earlier was not caused by the timeout.
 TIMEOUT = 60
 FAILS = 1
-#: The optimizer, once it exists.
+#: The optimizer, once it has been made.
 MADE: list["Optimizer"] = []
 
 
@@ -114,7 +114,7 @@ def make(what: str, options: dict[str, Any]) -> dict[str, Any]:
     act = WAYS[what](options)
     found = {"first": said(act)}
     if MADE:
-        # An interrupted step asks for a flush; other failures let the step begin anew.
+        # After an interrupted step or a wait, the user calls flush(). After other failures the step begins anew.
         found["then"] = said(MADE[0].optimizer.flush if what in ("waits", "interrupted") else act)
     return found
 

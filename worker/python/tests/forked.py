@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Modules that each child would otherwise import for itself.
+#: Modules imported once before the fork, because each child would otherwise import them itself.
 PRELOADED = (
     "pytest",
     "torch._dynamo",
@@ -31,7 +31,8 @@ PRELOADED = (
 )
 _MAX_REQUEST = 200_000
 _PR_SET_CHILD_SUBREAPER = 36
-#: The environment before any test changes it. Threads of NumPy's BLAS would be missing after a fork.
+#: The environment before any test changes it. NumPy's BLAS gets one thread, since further threads would be missing
+#: after a fork.
 _ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 _server: socket.socket | None = None
 
@@ -80,7 +81,7 @@ def _fork(request: dict[str, Any], streams: list[int]) -> int:
     """Asks the fork server for a child with these streams, and adopts it."""
     global _server
     if _server is None:
-        # Orphaned descendants become children of this process.
+        # Descendants whose parent has ended become children of this process.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         _server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, __file__, str(theirs.fileno())]
@@ -118,7 +119,7 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
             return request
         for descriptor in (tells, *streams):
             os.close(descriptor)
-        # After the end of this process the child has been adopted.
+        # After the end of the process in between, the parent has adopted the child.
         os.waitpid(between, 0)
         channel.send(os.read(told, 64))
         os.close(told)
@@ -145,7 +146,8 @@ if __name__ == "__main__":
         sys.path.append(str(Path(__file__).parent.parent / "examples"))
         for _name in PRELOADED:
             __import__(_name)
-        # Collections of a child, and the package's search for DDP models, would read and write these objects: 0.3 s for each optimizer.
+        # Garbage collections of a child would read and write these objects, and so would the package's search for DDP
+        # models. Each optimizer would take 0.3 s longer.
         gc.freeze()
         _request = _serve(_channel)
     exec(*_become(_request))

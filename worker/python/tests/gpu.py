@@ -16,12 +16,13 @@ from longshore.optimizer import step as streaming
 from longshore.transfer import device as _device
 from longshore.transfer import weights
 
-# Sums then have a fixed order, and new memory of torch holds NaN.
+# torch.use_deterministic_algorithms needs this setting. Sums then have a fixed order, and new memory of torch holds
+# NaN.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this host has no GPU that torch.cuda can use")
 DEVICE = torch.device("cuda", 0)
-#: Shares of delayed copies and of delayed computation, each always or at times drawn from a seed.
+#: Fractions of copies and of computations that are delayed: none, all, or drawn by a seed.
 LATE = {"nothing": (0.0, 0.0), "copies": (1.0, 0.0), "computing": (0.0, 1.0), "some of both": (0.5, 0.5)}
 #: Clock cycles of a wait: about half a millisecond.
 _CYCLES = 1_000_000
@@ -37,7 +38,8 @@ class Gpu(_device.Accelerator):
     def __init__(self, late: str = "nothing", seed: int = 0) -> None:
         self._copies, self._computing = LATE[late]
         self._random = random.Random(seed)
-        #: Number of registered pieces of memory, and of those for writing, and for reading alone.
+        #: Numbers of registrations: pieces of memory registered now, registrations for writing, and registrations for
+        #: reading alone.
         self.registered = self.to_be_written = self.to_be_read = 0
         #: Bytes of page-locked memory that torch made.
         self.locked_bytes = 0
@@ -108,7 +110,7 @@ class OnGpu(Deep):
         super().__init__(depth, width, dtype)
         self.width = width
         self.gpu: Gpu | None = None
-        #: Calls a layer. Activation checkpointing replaces it.
+        #: The function that runs a layer. Activation checkpointing replaces it.
         self.call: Any = lambda layer, hidden: layer(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ class OnGpu(Deep):
 
     def inputs(self, step: int) -> Tensor:
         made = torch.randn(4, self.width, generator=torch.Generator().manual_seed(step))
-        # Reentrant checkpoints then compute the first layer's gradients.
+        # Inputs need a gradient, or reentrant checkpoints would not compute the first layer's gradients.
         return made.to(DEVICE, self.dtype).requires_grad_()
 
 

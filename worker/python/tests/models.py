@@ -31,7 +31,7 @@ class Conv(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # A bias before a batch norm has rounding errors for a gradient, which Adam would scale up.
+        # A bias before a batch norm has only rounding errors as its gradient, which Adam would scale up.
         self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(8)
         self.second = nn.Conv2d(8, 8, 3, padding=1).to(memory_format=torch.channels_last)
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         if casts:
             self.bfloat16()
         self.turns = torch.outer(torch.arange(8), 1.0 / 100 ** (torch.arange(0, width // 4, 2) / (width // 4)))
-        #: Calls a block. Activation checkpointing replaces it.
+        #: The function that runs a block. Activation checkpointing replaces it.
         self.call: Any = lambda block, *args: block(*args)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-#: By rule: the optimizer here, torch's, and their arguments.
+#: For each rule, the package's optimizer, torch's optimizer, and the arguments of both.
 RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "adamw": (longshore.AdamW, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
     "adam": (longshore.Adam, torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),

@@ -19,7 +19,7 @@ from longshore.transfer import partitions
 
 STEPS = 4
 DEPTH = 5
-#: Elements that fill a bucket: two of the larger weights.
+#: Elements that fill a bucket. Two of the larger weights suffice.
 BUCKET = 1000
 
 mail: list[Mail] = []

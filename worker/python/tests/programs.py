@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 #: The examples' folder, which is on the tests' path.
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-#: Stores of processes that a test starts together. A store ends with its last reference.
+#: Stores of processes that a test starts together. A store ends once nothing refers to it.
 STORES: list[TCPStore] = []
 
 

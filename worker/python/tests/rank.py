@@ -27,7 +27,7 @@ from longshore.transfer.params import Param
 STEPS = 5
 #: The inner width of :class:`Placed`.
 WIDTH = 4096
-#: By job: all state, for runs that keep it.
+#: For each job that keeps it, the whole state.
 KEPT: dict[str, dict[str, Any]] = {}
 
 
@@ -82,10 +82,10 @@ class Later(Net):
 
     width, depth = 144, 4
     shape = (8, width)
-    #: The bytes of a layer.
+    #: Bytes of one layer.
     layer = 4 * width * (width + 1)
-    #: By step: the layers that train from then on. The last layer starts last, so that backward makes its gradients before any other's. In
-    #: one step all training layers are new.
+    #: For each step named here, the layers that train from then on. The last layer begins last, so backward makes its
+    #: new gradients first. In one step, all layers that train are new.
     trains = {0: {2}, 2: {1, 2}, 4: {3}, 5: {0, 3}, 7: {0}, 9: {0, 1, 2, 3}}
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ def prepare(way: str, name: str = "net", seed: int = 0, *, alike: bool = False) 
         if rank and not alike:
             parameter.data.fill_(7.0)  # rank 0's weights count
         if parameter.requires_grad:
-            # Numbers of few bits have exact sums, in any order of ranks or servers.
+            # Rounded to few bits, gradients have exact sums in any order of ranks or servers.
             parameter.register_hook(lambda gradient: (gradient * 2.0**22).round() / 2.0**22)
     return model, {"partition": "reduce-scatter"} if way == "scatter" else {}, rank
 
@@ -305,7 +305,7 @@ def fills(seed: int) -> str:
         param = Param(0, "it", 0, model, torch.Size(shape), values.dtype, "fp32", values.numel())
         dtensor.fill(param, values)
         pieces = dtensor.cuts([param], 4)[0]
-        # The pieces cover the tensor, each element once.
+        # The pieces must cover each element of the tensor exactly once.
         whole_again = torch.zeros_like(values)
         for piece in pieces:
             piece.part_of(whole_again).add_(piece.part_of(values) + 1)
@@ -348,7 +348,7 @@ def fsdp_layer() -> nn.Module:
     return model
 
 
-#: By case that is refused: its model, where that is not :class:`Net`.
+#: For each refused case, the function that makes its model. Other cases have :class:`Net`.
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     "missing": Half,
     "ddp": lambda: DistributedDataParallel(net()),

@@ -21,7 +21,7 @@ import torch
 from accelerator import Operation, Simulated, Stream, needs
 from torch import Tensor, distributed
 
-#: A collective's key: the run, the process group's name, and the collective's number in the group.
+#: Key of a collective: number of the run, name of the process group, and number of the collective within the group.
 Key = tuple[int, str, int]
 #: Seconds after which a rank stops waiting for another rank's device.
 DEADLINE = 60.0
@@ -34,7 +34,7 @@ class Mail:
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.others = [rank for rank in range(self.world_size) if rank != self.rank]
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A store that waits for a message blocks all other calls.
+        # A store that waits for a message blocks its other calls, so sending has a store of its own.
         self._out, self._in = (distributed.TCPStore(*place, is_master=False, timeout=timedelta(hours=1)) for _ in range(2))
         self._sending = threading.Lock()
         self._devices: dict[int, AmongRanks] = {}
@@ -80,7 +80,7 @@ class Work:
         self._device, self._done = device, done
 
     def wait(self) -> None:
-        # The package's function that waits for its own collective.
+        # The function of the package that waits for its collective.
         caller = sys._getframe(2).f_code.co_name
         if self._device.ignored != f"{caller}.collective":
             self._device.current_stream(torch.device("cpu")).waits.append(self._done)
@@ -99,17 +99,18 @@ class AmongRanks(Simulated):
     def __init__(self, mail: Mail, run: int, seed: int, ignored: str | None = None) -> None:
         super().__init__(seed, ignored)
         self._mail, self._run = mail, run
-        # A rank that waits for another leaves the device to other work meanwhile.
+        # A rank that waits for another one blocks a thread, so other threads serve other ranks meanwhile.
         self.thread = ThreadPoolExecutor(16, "accelerator", lambda: torch.set_num_threads(1))
         self._news = threading.Condition(self.lock)
         self._groups: dict[str, Stream] = collections.defaultdict(Stream)
         self._counts: collections.Counter[str] = collections.Counter()
-        #: By collective: the operation that sends this rank's part, the parts received, and the requests to other ranks and to this one.
+        #: The operation that sends this rank's part of each collective. The next three have received parts, requests to
+        #: other ranks, and other ranks' requests.
         self._posts: dict[Key, Operation] = {}
         self._came: dict[Key, dict[int, Tensor]] = collections.defaultdict(dict)
         self._asked: set[Key] = set()
         self._wanted: set[Key] = set()
-        #: By operation: the collective whose parts it needs.
+        #: The collective whose parts each operation needs.
         self._takes: dict[Operation, Key] = {}
         mail.add(run, self)
 

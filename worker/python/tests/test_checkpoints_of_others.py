@@ -49,7 +49,8 @@ def test_the_step_of_a_universal_checkpoint_has_several_places(tmp_path: Path, t
         check_same_state(other.state_dict(full=True), full)
 
     load()
-    # The parameters' files, ZeRO-3's, and the engine's own counter have it.
+    # The step is found in the parameters' files, in ZeRO-3's file, and in the engine's own counter. The test removes
+    # one after the other.
     for place in ("zero/*/step.pt", "zero/optimizer_state.pt"):
         for file in folder.glob(place):
             file.unlink()
@@ -82,7 +83,7 @@ def test_what_is_no_universal_checkpoint_is_refused(tmp_path: Path) -> None:
         checkpoint.load_deepspeed(longshore.SGD(ours.named_parameters()), tmp_path)
     optimizer = longshore.AdamW(ours.named_parameters())
     write_universal(tmp_path, theirs, plain)
-    # test_from_torch.py has other states that do not fit.
+    # Other states that do not fit are in test_from_torch.py.
     other = (tmp_path / "zero" / "layers.0.bias").rename(tmp_path / "zero" / "layers.9.bias")
     with pytest.raises(errors.StateError, match=r"layers\.9\.bias is in .*give the optimizer"):
         checkpoint.load_deepspeed(optimizer, tmp_path)
@@ -132,7 +133,7 @@ def test_safetensors_give_master_weights_all_their_bits(tmp_path: Path, several:
         index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
-        # A tensor that is not a parameter, which shifts the parameters to odd offsets.
+        # A tensor of 3 bytes that is no parameter shifts the parameters to odd offsets.
         save_file({**weights, "_buffer": torch.ones(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
     torch.nn.init.zeros_(ours.layers[0].weight)
     optimizer = longshore.AdamW(ours.named_parameters())

@@ -115,7 +115,7 @@ def test_dlpack_in_and_out(dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(step)
         for name, parameter in params.items():
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
-            # Its elements lie in another order, so a type known to NumPy is copied on the way.
+            # The gradient's elements lie in another order. A dtype known to NumPy is then copied on the way.
             crosses = parameter.ndim == 2 and dtype is not torch.bfloat16
             client.push({name: parameter.grad.t().contiguous().t() if crosses else torch._neg_view(-parameter.grad)})
         optimizer.step()

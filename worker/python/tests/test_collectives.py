@@ -79,7 +79,7 @@ def test_what_ranks_said_before_torchrun_started_them_again_is_not_heard(group: 
         collectives._raise_failure()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     collectives._raise_failure()
-    # Agents of several hosts may count differently.
+    # Agents of several hosts may count restarts differently, so the key does not contain the count there.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
     assert collectives.key("x") == "longshore/0/x"
 
@@ -111,7 +111,7 @@ class Stub:
 
 
 def test_weights_of_the_host_are_gathered_where_the_group_is_of_devices(without_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Ranks exchange their findings through the device, which is missing here.
+    # Ranks would exchange their findings through the device, which this host does not have.
     monkeypatch.setattr(collectives, "together", lambda act: [act()])
     tensor = nn.Parameter(torch.zeros(64 * 1024))  # enough elements for a collective
     param = Param(0, "base", 0, tensor, tensor.shape, tensor.dtype, DTYPES[tensor.dtype], tensor.numel())

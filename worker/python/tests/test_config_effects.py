@@ -54,7 +54,7 @@ def test_managed_gradient_accumulation() -> None:
         engine.step()
         assert engine.was_step_applied() and engine.global_steps == step + 1
     assert same_bits(ours, theirs)
-    # A step of fewer backward passes.
+    # A step may end after fewer backward passes.
     train_engine(engine, range(4, 5))
     assert engine.global_steps == engine.optimizer.flush() == 3 and managed.global_steps == 2
 

@@ -21,7 +21,7 @@ from units import Deep, optimizer_of, same, train, weight_bytes
 import longshore
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
-#: Seconds that a wait may take. An earlier end was not caused by the deadline.
+#: Seconds that a wait may take. A wait that ends earlier was not ended by the deadline.
 DEADLINE = 300
 WIDTH = 512
 
@@ -84,7 +84,7 @@ def full_state(optimizer: longshore.AdamW, _: Any) -> dict[str, Any]:
     return optimizer.state_dict(full=True)
 
 
-#: Cases by name. Each begins after two steps, and ends after three.
+#: Cases by their names. Each is interrupted after two steps, and ends after three.
 CASES = {
     "flush": Case("drain", step_and_flush, flush, {"delay": 1, "warmup_steps": 3, "streaming": False}),
     "checkpoint": Case("_write_checkpoint", checkpoint, lambda *given: (checkpoint(*given), step(*given))),

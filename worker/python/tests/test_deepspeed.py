@@ -165,7 +165,7 @@ def test_a_tag_that_is_saved_again_has_the_last_run_that_saved_it(tmp_path: path
     assert (third.optimizer.version, third.global_steps) == (2, 2)
     assert train(third, range(8, 11)) == undisturbed
 
-    # The other run's checkpoint, with the name and version of this run's own.
+    # The checkpoint of the other run has the name and version of one of this run's own.
     third.load_checkpoint(saved, tag="best")
     with pytest.warns(UserWarning, match="goes back from version 2 to 2"):
         third.load_checkpoint(elsewhere, tag="best")
@@ -358,10 +358,11 @@ def test_schedules_have_deepspeeds_rates(kind: str, arguments: dict[str, object]
     scheduler = getattr(schedules, kind)(optimizer, **arguments)
     found = rates(scheduler, 7)
     if kind == "OneCycle":
-        # After the cycle's last step DeepSpeed computes one more step, as if the cycle began again.
+        # DeepSpeed computes the step after the cycle's last one as if the cycle began again, so the comparison ends
+        # before.
         found, expected = found[:4], expected[:4]
     assert found == pytest.approx(expected)
-    # A loaded scheduler continues.
+    # A scheduler with a loaded state continues like the saved one.
     kept = scheduler.state_dict()
     again = getattr(schedules, kind)(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0), **arguments)
     again.load_state_dict(kept)

@@ -22,7 +22,7 @@ IS_HERE = bool(FOLDER) or importlib.util.find_spec("deepspeed") is not None
 pytestmark = pytest.mark.skipif(
     not IS_HERE, reason=os.environ.get("TEST_DEEPSPEED_ABSENT") or "DeepSpeed is not installed: tests/run installs it"
 )
-#: By name: DeepSpeed's settings.
+#: DeepSpeed's settings, by the case's name.
 WAYS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1, "dtype": "fp32"},
     "stage 2": {"stage": 2, "dtype": "bf16"},

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import longshore
 from longshore import errors
 
-#: Numbers of ranks, one after the other, and the steps that each takes.
+#: World sizes, one after the other. Each trains for `STEPS` steps.
 SCHEDULE = (4, 2, 3)
 STEPS = 4
 SHARDS = {"shard_elements": 64 * 1024}
@@ -134,7 +134,7 @@ def test_a_rank_of_another_number_says_which() -> None:
                 longshore.AdamW(built(None).named_parameters(), rank=1, world_size=2, deadline=3.0, **options)
 
 
-#: A rank of torchrun. Rank 1 of two stays away after its third step, as a host that is lost.
+#: The program of one of torchrun's ranks. With two ranks, rank 1 stays away after its third step, like a lost host.
 RANK = """
 import os, sys, time, torch, longshore
 rank, ranks, servers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]

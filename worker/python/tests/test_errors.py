@@ -250,11 +250,11 @@ def test_one_job_of_two_optimizers_is_named() -> None:
         ({"RANK": "2", "WORLD_SIZE": "4"}, (0, 1), (2, 4)),
         ({"RANK": "3", "WORLD_SIZE": "1"}, (0, 1), (0, 1)),
         ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, (0, 1), (3, 8)),
-        # torchrun inside a Slurm step.
+        # torchrun runs inside a Slurm step.
         ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, (0, 1), (1, 2)),
-        # An sbatch script, which is a single process.
+        # An sbatch script is a single process.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1), (0, 1)),
-        # A process group knows its rank.
+        # An existing process group knows its own rank.
         ({"RANK": "0", "WORLD_SIZE": "2"}, (1, 2), (1, 2)),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, (1, 2), (1, 2)),
         ({}, (1, 2), (1, 2)),
@@ -329,7 +329,7 @@ def test_a_server_that_is_killed_within_a_step(server: Server) -> None:
     options = {"servers": server.address, "job": "killed", "deadline": 1.0, "transport": "tcp", "streaming": True}
     optimizer = made(model, **options)
     optimizer.step()
-    # The last layers' gradients have left by then, and the first layers' have not.
+    # At this hook the last layers' gradients have left, and the first layers' have not been made.
     model.layers[3].weight.register_hook(lambda _: server.kill())
     started = time.monotonic()
     with pytest.raises(errors.UnreachableError, match=server.address) as raised:

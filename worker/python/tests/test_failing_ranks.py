@@ -9,7 +9,7 @@ from failing_rank import FAILS, TIMEOUT
 from test_ranks import run
 
 RANKS = 3
-#: By failure: the error's class on that rank, its class on the others, and the message.
+#: For each failure, the class of the error on the failing rank, its class on other ranks, and the message.
 FAILURES = {
     "waits": ("WaitError", "WaitError", "the server of shard 3 did not answer"),
     "interrupted": ("KeyboardInterrupt", "LongshoreError", "KeyboardInterrupt"),
@@ -32,7 +32,7 @@ def test_the_others_are_told_what_has_failed(what: str, tmp_path: Path, servers:
         else:
             assert first["message"].startswith(f"rank {FAILS} failed, so that no rank can go on: ") and message in first["message"]
         if "then" in found:
-            # A rank that continued would take part in the wrong collective.
+            # A rank that went on would take part in the wrong collective, so each further call must raise.
             assert found["then"]["kind"] == "UsageError", found
             assert f"rank {FAILS} has failed in the midst of what ranks do together" in found["then"]["message"], found
             assert found["then"]["seconds"] < TIMEOUT / 2, found

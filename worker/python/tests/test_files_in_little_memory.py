@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from conftest import running
 
-#: Bytes of weights, and the most that a call may take beyond the process's own. State has three times the bytes of weights. The limit
-#: covers buffers for files, and sends to a server in another process.
+#: Bytes of weights. `LIMIT` is the most that a call may take beyond the process's own memory. The limit covers file
+#: buffers, and sends to a server in another process. State takes three times the weights' bytes, so it must not be in
+#: memory as a whole.
 WEIGHTS = 64 << 20
 LIMIT = 32 << 20
-#: The memory of a command before it does anything.
+#: Memory that a command takes before it does anything.
 OF_A_PROCESS = 10 << 20
 PROGRAM = """
 import json, sys, threading

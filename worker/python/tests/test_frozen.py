@@ -19,7 +19,7 @@ from longshore import errors
 
 LATER: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1, "frozen": "train-later"}
 STEPS = 12
-#: By name of a mode of training: the optimizer's options.
+#: The optimizer's options in each mode of training.
 MODES: dict[str, dict[str, Any]] = {
     "safe": {},
     "streaming": {"streaming": True},
@@ -81,7 +81,7 @@ def test_a_gradient_leaves_in_the_backward_that_makes_it_first() -> None:
     for step in steps:
         model.set_trained(step)
         model.loss(step).backward()
-        # Where a layer is the first to train, no hook sees its first gradients before the step.
+        # In step 4 all layers that train are new, so no hook sees their gradients. These stay until `step()`.
         left = {index for index, layer in enumerate(model.layers) if layer.weight.grad is not None}
         assert left == (model.trains[step] if step == 4 else set()), step
         optimizer.step()

@@ -82,7 +82,7 @@ def swap_averages(model: nn.Module) -> None:
         weight.copy_(before)
 
 
-# The names were imported before any optimizer was built.
+# The user imported these functions before any optimizer was built.
 def clip_by_norm(model: nn.Module) -> None:
     clip_grad_norm_(model.parameters(), max_norm=1.0)
 
@@ -102,7 +102,7 @@ def norm_alone(model: nn.Module) -> None:
 
 WRITTEN = r"layers\.0\.weight is another in the model.*written_weights='drop'"
 CLIPPED = r"clipping of layers\.0\.weight.*max_grad_norm="
-#: An act between two steps, the modes that refuse it, and the refusal's words.
+#: Acts between two steps, each with the modes that refuse it and the refusal's words.
 ACTS: dict[str, tuple[Act, set[str], str]] = {
     "loads": (load_state_dict, MODES.keys() - {"drop"}, WRITTEN),
     "clamps": (clamp, MODES.keys() - {"drop"}, WRITTEN),
@@ -163,7 +163,8 @@ def swap_parameters(groups: list[dict[str, Any]]) -> None:
     first["params"], second["params"], first["lr"], second["lr"] = second["params"], first["params"], second["lr"], first["lr"]
 
 
-#: Changes of param groups between two steps, and the refusal's first words; None where training goes on as with torch.
+#: Changes of param groups between two steps, each with the refusal's first words. None means that training goes on as
+#: with torch.
 EDITS: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str | None]] = {
     "sorted": (lambda groups: groups.sort(key=lambda group: -group["lr"]), None),
     "sorted within": (lambda groups: groups[1]["params"].reverse(), None),

@@ -328,7 +328,7 @@ def test_an_engine_gives_an_interrupted_step_up(accumulate: int, before: int, sc
     loss = engine.module[1](Interrupted.apply(engine.module[0](inputs(99)))).sum()
     with pytest.raises(KeyboardInterrupt):
         engine.scale(loss).backward() if scales else engine.backward(loss)
-    # The engine does not notice a backward of the loop's own, until there are too many.
+    # The engine does not see a backward pass that the loop calls itself, until there are too many passes.
     if not scales or accumulate == 1:
         with pytest.raises(errors.UsageError, match=r"interrupted.*zero_grad\(\)|zero_grad\(\) where one was interrupted"):
             engine.backward(engine(inputs(0)).sum())
@@ -349,7 +349,7 @@ def test_an_engine_warns_where_whole_passes_are_given_up(by_the_optimizer: bool)
     engine, other = engines(2)
     train_engine(engine, range(1))
     with pytest.warns(UserWarning, match="gives up 1 of the 2 backward passes"):
-        # The engine notices an interrupted step of the optimizer in the next pass.
+        # An interrupted step that the optimizer's zero_grad() gave up is noticed by the engine in the next pass.
         (engine.optimizer if by_the_optimizer else engine).zero_grad()
         train_engine(engine, range(2))
     assert counts(engine) == (1, 2)

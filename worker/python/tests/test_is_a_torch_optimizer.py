@@ -277,7 +277,7 @@ def test_a_script_that_goes_on_without_asking_is_warned(servers: str) -> None:
         optimizer = longshore.AdamW(model.named_parameters(), servers=servers, job="goes-on")
         if ask:
             assert (optimizer.version, optimizer.resumed) == (4, b"epoch 3")
-        # Frameworks' adapters do both before the first step.
+        # Adapters of frameworks call both before the first step.
         optimizer.flush()
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.resume_data = lambda: b"epoch 3"

@@ -43,7 +43,7 @@ def killed(undisturbed: dict[int, float], name: str, *given: str, number: int = 
     call = ", ".join([*map(repr, given), f"**{more!r}"])
     printed = kill_at(step, *(start(name, call, **place) for place in (ranks(number) if number > 1 else [{}])))
     expected = {at: undisturbed[at] for at in printed}
-    # Half the batch on each of two ranks has the same mean, summed in another order.
+    # Each of two ranks has half of the batch. The mean is the same, but its sum has another order.
     assert printed == (expected if number == 1 else pytest.approx(expected, rel=1e-4))
     return step
 
@@ -59,12 +59,14 @@ def test_the_trainer_goes_on_where_the_servers_are_or_where_it_saved(
     with pytest.raises(errors.UsageError, match=r"job killed is at step \d+ on its servers.*newest\(trainer\)"):
         example.main(str(tmp_path / "anew"), servers, "killed", **ARGUMENTS)
 
-    # From the last decided step: no step is repeated. Losses that the dead process computed and did not write are missing.
+    # The run continues from the last decided step, and repeats none. Losses that the dead process computed but did not
+    # write are missing.
     newest = example.main(str(folder), servers, "killed", "newest", **ARGUMENTS)
     assert set(undisturbed) - set(newest) <= {step, step + 1}
     assert newest == {at: undisturbed[at] for at in newest}
 
-    # From the last save, with later steps on the servers: the servers go back to their checkpoint of the save.
+    # The run continues from its last save, although the servers have later steps. The servers go back to the checkpoint
+    # of that save.
     with pytest.warns(UserWarning, match=rf"job killed goes back from version {STEPS} to \d+"):
         assert example.main(str(saved), servers, "killed", "save", **ARGUMENTS) == undisturbed
 

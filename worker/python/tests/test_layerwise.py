@@ -117,7 +117,7 @@ USES: dict[str, Callable[[nn.Module], list[Tensor]]] = {
 }
 
 
-#: These uses need contiguous elements, and one of the conv net's weights has another order.
+#: Uses that need contiguous elements. A weight of the conv net has another order, so such uses are left out there.
 END_TO_END = {"a flat vector", "an address"}
 
 

@@ -140,11 +140,11 @@ def optimizer_of(kind: Any, module: pl.LightningModule) -> Callable[[], Any]:
     return lambda: kind(list(module.named_parameters()), lr=1e-2)
 
 
-#: By name: the strategy beside our optimizer, and the Trainer's precision.
+#: For each precision, the strategy beside the package's optimizer, and arguments of the Trainer.
 PRECISIONS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "bf16": ("auto", lambda: {"precision": "bf16-mixed", "callbacks": [longshore.lightning.Callback()]}),
     "bf16, strategy": ("longshore", lambda: {"precision": "bf16-mixed"}),
-    # Our optimizer clips what is unscaled. The scaler is for the CPU.
+    # The optimizer clips unscaled gradients. A scaler for the CPU is named, since the default one is for CUDA.
     "fp16": ("auto", lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))]}),
 }
 

@@ -20,7 +20,7 @@ from longshore import errors
 from longshore.transfer import device as _device
 from longshore.transfer import pinned
 
-#: A weight has more elements than a shard.
+#: Width of the model. A weight has WIDTH ** 2 elements, more than a shard.
 WIDTH = 300
 STEPS = 3
 
@@ -55,7 +55,8 @@ def test_gradients_and_weights_go_straight_between_the_device_and_servers(most: 
         patch.setattr(pinned, "_MOST", most)
         assert same(train(device), expected)
         assert device.copies["to torch's"] == 0
-        # Four parameters have a gradient, and each of the two weights lies in two shards. Some bias shares a copy with a part beside it.
+        # Four parameters have a gradient, and each of the two weights lies in two shards. A bias may share a copy with
+        # a neighbour.
         assert 2 * STEPS * 4 <= device.copies["to registered"] <= 2 * STEPS * (4 + 1 + 1)
         assert (device.copies["from registered"] > 0, device.copies["from torch's"]) == (True, 0)
         assert device.registered == {}, "the memory is unregistered when the optimizer is closed"
@@ -180,7 +181,7 @@ def test_a_server_that_overwrites_what_a_device_still_copies_fails_the_step() ->
             def check(self) -> None:
                 raise errors.LongshoreError("overwritten")
 
-        # Copies from now on come too late.
+        # From now on, copies come too late: their memory counts as overwritten.
         connection.weights._lending.copy(Gone(), [], [], lambda device: device)
         with pytest.raises(errors.LongshoreError, match="overwritten"):
             optimizer.step()

@@ -95,7 +95,7 @@ def test_a_refused_step_can_be_given_up_or_completed(delay: int, accumulate: int
                         assert optimizer.flush() == 3
             backward(batch)
             optimizer.step()
-        # The parameter without a gradient may get one afterwards.
+        # After the refusal, the parameter may still get a gradient.
         if is_refused:
             model[1](torch.ones(4, 8)).sum().backward()
             with pytest.raises(longshore.errors.MissingGradientError, match=r"call backward for what lacks one and step\(\) again"):
@@ -135,7 +135,7 @@ def test_two_ranks_leave_out_what_neither_has(two_servers: str, streaming: bool)
         optimizer.zero_grad()
         for rank in (0, 1):
             if (step + rank) % 5:
-                # Existing gradients add up. The mean counts a rank without a gradient as zeros.
+                # In the mean, a rank without a gradient counts as zeros.
                 (reference.loss(2 * step + rank) / 2).backward()
         optimizer.step()
     assert distance(ranks[0], reference) < CLOSE

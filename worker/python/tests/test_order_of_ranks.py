@@ -12,11 +12,11 @@ from test_ranks import run
 RANKS = 2
 #: Soak tests draw more orders.
 SEEDS = range(4 if os.environ.get("LONGSHORE_SOAK") else 3)
-#: Seeds that act alike at each wait: needed operations alone (0), or all other operations first (1).
+#: Seeds that act alike at each wait. Seed 0 does only the needed operations, and seed 1 all others first.
 PLAIN = (0, 1)
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
 DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 1}
-#: By name: the ranks' model and options.
+#: The ranks' model and options in each mode.
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "scatter": ("towers", {**SCATTER, "streaming": True}),
     "scatter safe": ("towers", SCATTER),
@@ -25,7 +25,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "units scatter": ("units", {**SCATTER, "part": 3.0}),
     "units scatter delayed": ("units", {**SCATTER, **DELAYED, "part": 2.5}),
 }
-#: The dropped wait, and a mode that shows it.
+#: For each wait, the call that is dropped, and a mode in which wrong results show that.
 WITHOUT = {
     "a bucket is written behind its zeros": ("_filled.let_wait", "scatter"),
     "a bucket is reduced behind all streams that write there": ("_reduce.let_wait", "scatter"),

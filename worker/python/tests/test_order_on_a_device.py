@@ -47,7 +47,7 @@ def train(device: Simulated, is_held: bool = True, passes: int = 1, **options: A
         if step == 2:
             for weight in matrices:
                 weight.requires_grad_(True)
-        # Both streams read the weights. The caller orders them as torch requires: each waits for the other's writes.
+        # Two streams read the weights. The caller orders them as torch requires: each waits for the other's writes.
         device.let_wait(other, device.record(device.main))
         with device.on(other), torch.no_grad():
             results.append(model(model.batch(step)))
@@ -105,7 +105,8 @@ def train_units(device: Simulated, part: float, frozen: int = 0, **options: Any)
     other = device.new_stream(torch.device("cpu"))
     results = []
     for step in range(3):
-        # The caller orders the streams as plain weights require: the step writes them, and between two steps the streams only read.
+        # The caller orders the streams as ordinary weights need it. A step writes the weights, and between two steps
+        # streams only read them.
         device.let_wait(other, device.record(device.main))
         first = (device.main, other)[step % 2]
         with device.on(first):
@@ -128,7 +129,8 @@ def train_units(device: Simulated, part: float, frozen: int = 0, **options: Any)
     return ended(device, model, optimizer, results)
 
 
-#: By mode: what trains, and its options. In units, budgets are for one unit, for some and for all of them, beside gradients.
+#: For each mode, the function that trains, and its options. Budgets of units have room for one, some or all units,
+#: beside gradients.
 MODES: dict[str, tuple[Callable[..., list[Tensor]], dict[str, Any]]] = {
     "streaming": (train, {"streaming": True}),
     "two passes": (train, {"streaming": True, "passes": 2, "is_held": False}),
@@ -239,7 +241,7 @@ def show_first_user_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(weights.Weights, "_show", show)
 
 
-#: The dropped wait, and a mode that shows it.
+#: For each wait, the call that is dropped, and a mode in which wrong results show that.
 WITHOUT: dict[str, tuple[str | Callable[[pytest.MonkeyPatch], None], str]] = {
     "the copy out waits for the gradient": ("begin_copies.let_wait", "streaming"),
     "the push waits for the gradient, or for the copy out": ("push.wait", "streaming"),
@@ -269,8 +271,9 @@ WITHOUT: dict[str, tuple[str | Callable[[pytest.MonkeyPatch], None], str]] = {
 @pytest.mark.parametrize("left_out", [*WITHOUT] if os.environ.get("LONGSHORE_SOAK") else [*WITHOUT][:5])
 def test_each_wait_is_needed(left_out: str, expected: dict[str, list[Tensor]]) -> None:
     what, mode = WITHOUT[left_out]
-    # A host without waits can be both passes ahead of the device. On a delayed device a push without its wait for the gradient waits for the
-    # copy while it holds the job, which the host needs. Wrong weights would otherwise be found before their use.
+    # Without waits, the host can be both passes ahead of the device. A push without its wait for the gradient then
+    # waits for a copy while it holds the job. The host needs the job, so such a case runs without holding the device.
+    # Written weights are dropped, because the check for them would find wrong weights before their use.
     more = {"is_held": what != "push.wait", "written_weights": "drop"} if MODES[mode][0] in (train, train_in_buckets) else {}
 
     def is_wrong(seed: int) -> bool:

@@ -55,7 +55,8 @@ def test_buckets_are_large_enough_and_partitions_in_forward_order() -> None:
     assert [each.index for bucket in cut.buckets for each in bucket.params] == list(range(40))
 
 
-#: The first two are cut into parts, one of which ends inside a line. Between parameters there is padding.
+#: Elements of the parameters. The first two are cut into parts, one of which ends inside a cache line. Padding lies
+#: between parameters.
 LENGTHS = [1_500_001, 2_097_152, 70, 300_007]
 #: Elements of a shard. Each of the long parameters lies in several shards.
 SHARD = 1024 * 1024
@@ -86,7 +87,7 @@ def trained(threads: int, dtype: torch.dtype, **options: object) -> list[Tensor]
     return [param.detach() for param in params]
 
 
-#: 16-bit gradients and weights of fp32 tensors are converted in parts.
+#: fp32 tensors with 16-bit gradients and weights on the wire: parts of them are converted.
 CONVERTED = {"gradient_dtype": "bf16", "image_dtype": "bf16"}
 TCP = {"transport": "tcp"}
 

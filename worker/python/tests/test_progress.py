@@ -33,7 +33,7 @@ def test_a_terminal_has_one_line_that_changes() -> None:
     assert lines[2].rstrip() == "step 2 of 3  loss 2.000  grad norm 0.84  30000.0 ms a step, exposed 25.0 ms  30 s left"
     assert lines[3].rstrip() == "step 3 of 3  loss 1.000  grad norm 0.84  30000.0 ms a step, exposed 25.0 ms"
     assert lines[3].endswith("\n")
-    # Spaces cover the rest of a longer line before.
+    # The line is padded with spaces, which cover the end of the longer line before.
     assert len(lines[3].rstrip("\n")) == len(lines[2].rstrip())
     assert shown(Terminal(), steps=0, seconds_a_step=1.0) == ""
 

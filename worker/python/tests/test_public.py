@@ -11,7 +11,7 @@ import longshore
 from longshore.transfer.options import Options
 
 KEPT = pathlib.Path(__file__).with_name("public.txt")
-#: Modules in documents and users' configurations, each with the package that it needs.
+#: Modules named in documents and in users' configurations, each with the package that it needs.
 MODULES = {
     "longshore": "torch",
     "longshore.accelerate": "accelerate",
@@ -59,7 +59,7 @@ def described(path: str) -> list[str]:
     for name in names_of(module):
         value = getattr(module, name)
         found.append(f"{path}.{name}{arguments(value) if callable(value) else ''}")
-        # The optimizers share their methods, which are listed once.
+        # All optimizers have the same methods, which are listed once.
         if inspect.isclass(value) and (path == "longshore.optim" or not issubclass(value, longshore.optim.Optimizer)):
             found += members(value)
     return found
@@ -72,7 +72,7 @@ def sections(text: str) -> dict[str, list[str]]:
 
 def test_public_names_and_arguments_stay() -> None:
     there = {path: described(path) for path, needs in MODULES.items() if importlib.util.find_spec(needs)}
-    # Options of every optimizer.
+    # Each optimizer has these options.
     there["options"] = [arguments(Options)]
     if os.environ.get("TEST_REGENERATE"):
         kept = {**sections(KEPT.read_text() if KEPT.exists() else ""), **there}

@@ -86,7 +86,7 @@ class Loop:
 
 
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
-#: By case of rank.py: options, and the error on every rank.
+#: For each refused case of rank.py, the options, and the error that every rank raises.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "settings": (SCATTER, r"InvalidError: warmup_steps is 7 on rank 2, but must be 300, as on rank 0"),
     "world": (SCATTER, r"InvalidError: rank and world_size is rank . of 2, but must be rank . of 4, as torch.distributed has it"),
@@ -128,7 +128,7 @@ def trained(folders: dict[tuple[str, bool], Path], tmp_path_factory: pytest.Temp
     for way in STREAMING:
         runs[way][1].update(keep=True, saves={"folder": str(folders[way, False]), "everyone": False})
         parted = {**clipped, "streaming": True, "job": f"parted-{way}"}
-        # The first gradients of one job open it, in the middle of a backward.
+        # The first gradients open one job, in the middle of a backward pass.
         runs[f"{way} first"] = (way, {**parted, "steps": 3, "opens": way != "scatter"})
         runs[f"{way} then"] = (way, {**parted, "seed": 1, "keep": True, "saves": {"folder": str(folders[way, True]), "everyone": True}})
         runs[f"{way} delayed"] = (way, {**clipped, **delayed, "streaming": way != "hybrid"})
@@ -199,7 +199,7 @@ def test_one_rank_goes_on_from_the_state_of_four(trained: Found) -> None:
     optimizer.load_state_dict(found["state"])
     optimizer.open()
     assert same_state(optimizer.state_dict(full=True), found["state"])
-    # The job continues like a plain loop of four ranks.
+    # From here the job continues like a plain loop of four ranks.
     loop = Loop()
     loop.check(trained["scatter"])
     loss(model, STEPS).backward()
@@ -239,7 +239,8 @@ def test_a_rank_moves_its_part_of_the_bytes(trained: Found, way: str) -> None:
         assert 4 * senders * elements <= sum(sent) <= 4 * (senders * elements + RANKS * 64 * 1024)
         assert max(sent) < 0.3 * sum(sent)
     for rank in trained[way] if way in WAYS else ():
-        # Weights arrive behind a report. By the last one the weights of 5 steps have come, and perhaps those of 7 and the frozen ones.
+        # Weights arrive after their step's report. At the last report, weights of 5 steps are there, or of up to 7, and
+        # perhaps the frozen ones.
         image = rank["bytes"][0][0]  # as large as the gradient, since both are fp32
         assert (STEPS - 1) * image <= sum(pulled for _, pulled in rank["bytes"]) <= (STEPS + 1) * image + 4 * frozen
 

@@ -45,7 +45,7 @@ def test_the_same_bits_over_tls(cluster: tuple[str, Path], monkeypatch: pytest.M
     address, folder = cluster
     model, other = pair("mlp")
     train(model)
-    # The variable does not concern the embedded server that the run above had.
+    # LONGSHORE_TLS_DIR does not concern the embedded server of the run above.
     monkeypatch.setenv("LONGSHORE_TLS_DIR", str(folder / "worker-token"))
     train(other, servers=address, job="by-token", transport="tcp")
     assert same_bits(model, other)
@@ -76,7 +76,7 @@ def test_a_server_inside_the_process_is_its_users_alone() -> None:
         assert [path.stat().st_mode & 0o777 for path in (socket, socket.parent)] == [0o600, 0o700]
         model, other = pair("mlp")
         train(model, servers=server, transport="tcp")
-        # Another process of this user reaches it by its address.
+        # Other processes of this user reach the server by its address.
         train(other, servers=server.address, job="by-address")
         assert same_bits(model, other)
     assert not socket.parent.exists()
@@ -136,7 +136,7 @@ def test_a_server_that_ends_leaves_its_folders_to_the_next(tmp_path: Path, close
         optimizer = optimizer_of(model, servers=server, job="driven", tier="nvme")
         units.train(model, optimizer, steps=1, first=turn)
         assert optimizer.flush() == turn + 1
-        # Its connections and its job's threads may live a while longer.
+        # The server's connections and its job's threads may end a while later.
         optimizer.close()
         if closes:
             server.close()

@@ -89,7 +89,7 @@ def test_a_process_holds_what_is_on_its_way() -> None:
     with several(1, memory="1GiB") as servers:
         model = Deep(LAYERS, 768)
         unit = weight_bytes(model) // LAYERS
-        # Gradients of one unit, and three units of weights.
+        # The budget has room for three units of weights, and for the gradients of one unit.
         budget = 4 * unit
         optimizer = optimizer_of(model, servers=servers, job="large", transport="tcp")
         sharded = longshore.shard(model, optimizer, budget)
@@ -98,7 +98,8 @@ def test_a_process_holds_what_is_on_its_way() -> None:
             before = sharded.fetched_bytes
             train(model, optimizer, steps=1, first=step)
             fetched.append(sharded.fetched_bytes - before)
-        # Forward needs every unit. Backward needs all but the first, and the last three have stayed.
+        # Forward fetches every unit. Backward needs no weights of the first unit, and still has those of the last
+        # three.
         assert [step / unit for step in fetched] == [2 * LAYERS - 4] * 3
         assert optimizer._connection is not None
         job = optimizer._connection.job

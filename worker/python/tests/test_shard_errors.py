@@ -256,7 +256,8 @@ def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-# Uses at which torch would read released memory. Each case runs in a child, so that a crash is one failed test.
+# At these uses torch would read released memory. Each case runs in a child process, so that a crash fails one test
+# only.
 
 
 def twins(**options: Any) -> tuple[Deep, longshore.AdamW, Deep, longshore.AdamW]:
@@ -308,7 +309,7 @@ def a_step_within_the_forward_of_a_unit() -> None:
 @dataclasses.dataclass
 class Output:
     hidden: Tensor
-    #: A container that contains itself.
+    #: A list that contains itself.
     views: list[Any]
 
 

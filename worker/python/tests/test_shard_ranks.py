@@ -21,7 +21,7 @@ CLIP = 0.05
 DELAYED: dict[str, Any] = {"delay": 1, "warmup_steps": 2}
 SCATTER: dict[str, Any] = {"partition": "reduce-scatter"}
 KEEP: dict[str, Any] = {"model": "adapters", "frozen": "keep"}
-#: By name: options, run with the model in one piece, and with whole and gathered weights.
+#: Modes with their options. Each runs with the model in one piece, with whole weights, and with gathered weights.
 MODES: dict[str, dict[str, Any]] = {
     "sum": {},
     "sum delayed": DELAYED,
@@ -29,7 +29,7 @@ MODES: dict[str, dict[str, Any]] = {
     "scatter delayed": {**SCATTER, **DELAYED},
     "scatter in micro-steps": {**SCATTER, **DELAYED, "accumulate": 3},
 }
-#: By name: options, run with the model in one piece and with gathered weights, over a base that servers keep.
+#: Options of runs over a base that servers keep. Each runs with the model in one piece and with gathered weights.
 BASES: dict[str, dict[str, Any]] = {
     "base sum": KEEP,
     "base scatter": {**KEEP, **SCATTER},
@@ -38,9 +38,9 @@ BASES: dict[str, dict[str, Any]] = {
     "base leaves out": {**KEEP, **SCATTER, "model": "adapters leaves out"},
     "base written": {**KEEP, **SCATTER, "writes": True},
 }
-#: Modes in which no rank runs without the others.
+#: Modes that make sense only with all ranks together.
 ONCE = ["base scatter", "base delayed", "base checkpoint"]
-#: By name: options, run with the model in one piece and with gathered weights.
+#: Options of further models. Each runs with the model in one piece and with gathered weights.
 MODELS: dict[str, dict[str, Any]] = {
     "leaves out": {"model": "leaves out"},
     "leaves out scatter": {"model": "leaves out", "accumulate": 2, **SCATTER},
@@ -48,15 +48,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "reentrant": {"model": "reentrant", **SCATTER},
     "tied": {"model": "tied", **SCATTER, **DELAYED},
     "adapters scatter": {"model": "adapters", **SCATTER},
-    # A fifth of the model is in memory while it is built.
+    # While the model is built, a fifth of it fits into memory.
     "built scatter": {"room": 200_000, **SCATTER, **DELAYED},
     "adapters built scatter": {"room": 400_000, **KEEP, **SCATTER},
-    # No rank waits for one that generates, whose passes without gradients pull weights whole.
+    # A rank generates text alone. Its passes without gradients pull whole weights, and no other rank waits.
     "alone": {"alone": True},
     "alone base scatter": {"alone": True, **KEEP, **SCATTER},
     **BASES,
 }
-#: By case of unit_rank.py: options, and the error on every rank.
+#: For each refused case of unit_rank.py, the options, and the error that every rank raises.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "budget": ({"weights": "gathered"}, r"InvalidError: budget is \d+ on rank 2, but must be budget of \d+, as on rank 0"),
     "units": ({"weights": "gathered"}, r"InvalidError: unit layers is 12 weights of \d+ bytes on rank 1, but must be unit layers.0 of 2 weights of"),
@@ -95,7 +95,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Found:
             given = {**options, "max_grad_norm": CLIP, "transport": transport, "weights": way, "budget": room(options)}
             runs[f"{mode} {way}"] = ("train", given)
     runs["lent"] = ("train", {**SCATTER, "keep": True, "weights": "default", "budget": room(SCATTER), "max_grad_norm": CLIP})
-    # Units leave the device, so that an evaluation does not find the weights of the training.
+    # The budget makes units leave the device. An evaluation must then fetch them, instead of finding the weights of the
+    # training.
     runs["loaded"] = ("loaded", {"frozen": "keep", **SCATTER, "budget": room({**SCATTER, "model": "adapters"})})
     runs |= {f"!{case}": (f"!{case.split()[0]}", options) for case, (options, _) in REFUSED.items()}
     with several(2, "4GiB") as servers:
@@ -134,12 +135,12 @@ def test_a_rank_pulls_a_quarter_of_the_bytes(trained: Found, mode: str) -> None:
     layer = [parameter.numel() for parameter in unit_rank.deep().layers[0].parameters()]
     least = STEPS * 4 * sum(parameter.numel() for parameter in unit_rank.deep().parameters())
     for whole, gathered in zip(trained[f"{mode} whole"], trained[f"{mode} gathered"], strict=True):
-        # Both fetch the same units to the device. A fetch given up before its end is not counted there.
+        # Both runs fetch the same units to the device. `fetched` does not count a fetch that was given up.
         assert whole["asked"] >= whole["fetched"] >= least
         layers, rest = divmod(whole["asked"], 4 * sum(layer))
         assert rest == 0 and gathered["asked"] == 4 * layers * sum(map(part_of, layer))
         if "delay" not in MODES[mode]:
-            # Weights that arrive after the decision on a step are in the next step's report.
+            # Weights that arrive after the decision on a step count in the next step's report.
             assert gathered["pulled"] < 0.4 * whole["pulled"]
 
 

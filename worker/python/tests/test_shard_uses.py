@@ -59,7 +59,7 @@ def test_activation_checkpointing(way: str) -> None:
         of_whole, of_cut = hosts
         assert of_cut.weights == 0, "units come again instead"
         assert of_cut.others == of_whole.others == of_cut.unpacked > 0
-        # A model in one piece shows that weights would have been counted.
+        # On the host, a model in one piece does save weights, so the count of 0 proves something.
         assert (of_whole.weights > 0) is (way == "on the host")
 
 
@@ -170,7 +170,7 @@ class Reaching(Deep):
         return hidden.float().square().mean() + product.float().square().mean() + 1e-3 * penalty
 
 
-#: By name: a model, the share of its weights that is the budget, and the optimizer's options.
+#: For each case, a model, the fraction of its weights that is the budget, and the optimizer's options.
 KINDS: dict[str, tuple[Callable[[], nn.Module], float, dict[str, Any]]] = {
     "checkpoints inside a unit": (lambda: deep_of(Inside(24) for _ in range(32)), 1 / 8, {}),
     "adapters on a frozen base": (lambda: deep_of(Lora(layer, 2) for layer in Deep().layers), 1 / 8, {}),
@@ -334,7 +334,7 @@ def test_each_batch_of_an_evaluation_is_fetched_ahead() -> None:
     first = batch()
     assert first[:4] == [["1"], ["2"], ["3"], ["4"]]
     for _ in range(3):
-        # The first unit's use looks like the end of backward.
+        # The first unit's use looks like the end of the last backward pass, so only later predictions are compared.
         assert batch()[1:] == first[1:]
     order.note(units[0], counts=True)
     assert [unit.name for unit in order.upcoming(3)] == ["1", "2", "3"]

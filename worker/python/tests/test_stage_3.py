@@ -16,7 +16,7 @@ import longshore
 from longshore import errors
 from longshore.huggingface import Loaded
 
-#: Both offloads as in DeepSpeed's documents.
+#: Optimizer and parameters are both offloaded, as in DeepSpeed's documents.
 CONFIG: dict[str, Any] = {
     "train_batch_size": 8,
     "gradient_accumulation_steps": 2,
@@ -191,7 +191,7 @@ def test_a_trainer_that_was_interrupted_goes_on(resume: str, tmp_path: pathlib.P
     same(whole, cut)
 
 
-#: The first save is the best, since losses fall.
+#: The first save is the best by this setting, since losses fall and a greater loss counts as better.
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
 
 
@@ -233,7 +233,7 @@ def test_ranks_of_the_trainer_train_one_model_in_units(tmp_path: pathlib.Path, s
     said = run_ranks(number, code, ["trainer"])
     found = json.loads(said[0].rsplit("losses ", 1)[1])
     alone, _, losses = trained(tmp_path, 3, bf16=bf16)
-    # Half the batch on each of two ranks has the same mean, summed in another order.
+    # Each of two ranks has half of the batch. The mean is the same, but its sum has another order.
     assert found == ([*losses.values()] if number == 1 else pytest.approx([*losses.values()], rel=1e-4))
     states = [torch.load(tmp_path / f"{rank}.pt") for rank in range(number)]
     for name, value in alone.state_dict().items():

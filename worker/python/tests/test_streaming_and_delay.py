@@ -64,7 +64,8 @@ def test_streaming_adds_up_backward_passes_as_torch_does(accumulate_on: str) -> 
     safe, streamed = pair("mlp")
     run(safe, micro_steps=4)
     run(streamed, micro_steps=4, streaming=True, accumulate=4, accumulate_on=accumulate_on)
-    # Torch adds to the existing gradient; a worker divides by 4 at the end. All sum the same four numbers in one order.
+    # Torch adds to the existing gradient, and a worker divides by 4 at the end. All of them sum the same four numbers
+    # in one order.
     if accumulate_on == "servers":
         assert same_bits(safe, streamed)
     for ours, theirs in zip(streamed.parameters(), safe.parameters(), strict=True):
@@ -176,11 +177,11 @@ def delayed_loop(model: nn.Module, warmup: int, drained: set[int], rate: Callabl
     rules = [Delayed(parameter.detach().numpy()) for parameter in model.parameters()]
     images = {0: [rule.master.copy() for rule in rules]}
     for step in range(1, STEPS + 1):
-        # flush() returns the master weights, and the next step computes with them.
+        # flush() writes the master weights into the model, and the next step computes with them.
         write([rule.master for rule in rules] if step - 1 in drained else images[reads(step)])
         model.zero_grad()
         model.loss(step).backward()
-        # A drain before the next step is known only after this decision.
+        # A later flush() is not known yet at this decision, so the image looks ahead all the same.
         ahead = step + 1 > warmup
         gradients = [parameter.grad.numpy() for parameter in model.parameters()]
         images[step] = [

@@ -16,7 +16,7 @@ OURS: dict[str, Any] = {"Adam": longshore.Adam, "AdamW": longshore.AdamW}
 INFOS = [info for info in common.optim_db if info.optim_cls.__name__ in OURS]
 CLOSE = 1e-6
 
-#: Refused inputs, by description: servers' rules lack both options.
+#: Torch's inputs that are refused, with the error's words. The servers' rules have none of these options.
 REFUSED = {
     "maximize": "maximize is True",
     "amsgrad": "amsgrad is True",

@@ -24,11 +24,11 @@ needs_tools = pytest.mark.skipif(
     not FOLDER and not all(map(importlib.util.find_spec, ("mypy", "importlinter"))),
     reason=os.environ.get("TEST_TYPES_ABSENT") or "mypy and import-linter are not installed: tests/run installs them",
 )
-#: The environment in which Python finds these tools.
+#: The environment in which Python finds mypy and import-linter.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (FOLDER, os.environ.get("PYTHONPATH"))))}
 PACKAGE = pathlib.Path(longshore.__file__).parent
 README = pathlib.Path(__file__).parent.parent.parent.parent / "README.md"
-#: Definitions that the README's lines need.
+#: Code around the lines of the README, with the definitions that they need.
 AROUND = """
 from torch import nn
 from torch.utils.data import Dataset
@@ -37,7 +37,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 def lines(model: PreTrainedModel, args: TrainingArguments, dataset: Dataset[object]) -> None:
 """
-#: Further lines of users: each module is reachable from the package, and a wrong use is an error.
+#: Further lines as users write them. Each module is reachable from the package, and a wrong use is an error.
 USES = """
 import torch
 import longshore
@@ -120,10 +120,11 @@ def test_the_public_modules_and_the_readmes_lines_check(tmp_path: pathlib.Path) 
     indented = "".join(f"    {line}\n" for block in blocks for line in block.splitlines())
     (tmp_path / "readme_lines.py").write_text(AROUND + "    import longshore\n" + indented)
     (tmp_path / "readme_uses.py").write_text(USES)
-    # Only errors in these modules count: others are private, or other projects'.
+    # Only errors in these modules count. Other modules are private, or belong to other projects.
     named = [argument for name in ["readme_lines", "readme_uses", "longshore", *modules()] for argument in ("-m", name)]
     command = [sys.executable, "-m", "mypy", "--config-file=", "--ignore-missing-imports", "--follow-imports=silent", "--show-error-codes"]
-    # Beside mypy, outside of the clone: most of the time is for torch's and transformers' modules, which no clone changes.
+    # The cache lies beside mypy, outside of the clone. Most of the time goes into modules of torch and transformers,
+    # which no clone changes.
     cache = pathlib.Path(FOLDER or tmp_path) / "mypy-cache"
     command += ["--check-untyped-defs", "--no-error-summary", f"--cache-dir={cache}", *named]
     environment = {**ENVIRONMENT, "MYPYPATH": f"{tmp_path}{os.pathsep}{PACKAGE.parent}"}

@@ -83,7 +83,7 @@ def transformer(**options: bool) -> Transformer:
     return model
 
 
-#: By name: functions that make a model, the same one on all ranks.
+#: Functions that make a model, by name. The model is the same on all ranks.
 MODELS: dict[str, Callable[[], Any]] = {
     "deep": deep,
     "leaves out": lambda: deep(LeavesOut),
@@ -103,7 +103,7 @@ def model_of(name: str, rounds: bool = False, room: int | None = None) -> Any:
         model = MODELS[name]()
     for parameter in model.parameters():
         if parameter.requires_grad and rounds:
-            # Numbers of few bits have exact sums, in any order of ranks.
+            # Rounded to few bits, gradients have exact sums in any order of ranks.
             parameter.register_hook(lambda gradient: (gradient * 2.0**20).round() / 2.0**20)
     return model
 
@@ -209,7 +209,7 @@ def refused(case: str, options: dict[str, Any]) -> str:
     try:
         optimizer = optimizer_of(model, options)
         if case == "loaded":
-            # Rank 1 loads other weights of trained layers once the job is open.
+            # Once the job is open, rank 1 loads other weights of trained layers.
             optimizer.open()
             if rank == 1:
                 model.load_state_dict({name: value if ".base." in name else value + 1.0 for name, value in model.state_dict().items()})
@@ -255,7 +255,7 @@ def left_alone(options: dict[str, Any]) -> str:
     store = distributed.distributed_c10d._get_default_store()
     model = model_of("deep")
     optimizer = optimizer_of(model, options)
-    # The timeout of rounds alone: ranks that start slowly must still find each other.
+    # Only rounds of collectives get this timeout, since ranks that start slowly must still find each other.
     collectives.timeout = lambda: datetime.timedelta(seconds=5)
     longshore.shard(model, optimizer, 2_000_000, weights="gathered")
     told = "nothing"
@@ -317,7 +317,7 @@ def ended(options: dict[str, Any]) -> dict[str, Any]:
     return {"differ": differences(model, state), "asked": at_the_end, "later": job.frozen_bytes - asked - at_the_end}
 
 
-#: By name: uses of a rank beside refusals.
+#: Uses of a rank by name, without the refused ones.
 USES: dict[str, Callable[[dict[str, Any]], Any]] = {
     **{"train": train, "left alone": left_alone, "back": back},
     **{"loaded": loaded, "ended": ended},

@@ -91,9 +91,9 @@ class Accountant(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.parameters = list(model.parameters())
-        #: Gradients that were made and are still referenced.
+        #: Gradients that something still refers to.
         self._made: list[weakref.ref[Tensor]] = []
-        #: The parameters' storages by identity, in the block. Tied parameters share one.
+        #: Storages of the parameters by identity, set when the block begins. Tied parameters share one.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self.most = self.gradients = 0
         for parameter in self.parameters:
@@ -115,7 +115,7 @@ class Accountant(TorchDispatchMode):
         self.most = max(self.most, sum(held.values()) + sum(storage.nbytes() for storage in self._storages.values()))
 
     def __enter__(self) -> "Accountant":
-        # A storage changes its size. No parameter gets another storage while it trains.
+        # A storage may change its size, but in training no parameter gets another storage.
         self._storages = self._find_storages()
         super().__enter__()
         return self
@@ -165,6 +165,6 @@ def check_in_units(
         train(cut, optimizer, micro_steps=micro_steps)
     accountant.check(budget)
     same(whole, cut)
-    # Weights come from the optimizers' jobs.
+    # The models keep their optimizers, since weights come from the optimizers' jobs.
     whole.optimizer, cut.optimizer, cut.most = plain, optimizer, accountant.most
     return sharded

@@ -1,6 +1,6 @@
-//! Feeds any bytes to a connection, in any pieces, with any sink. The connection ends, and invents no bytes. Without
-//! a tapped stream h2 gets all bytes. The connection is cut off only for frames of a wrong size, endless headers, or
-//! bytes beyond the window.
+//! Feeds any bytes to a connection, in any pieces and with any sink. The connection must end and must add no bytes. If
+//! no stream is tapped, h2 gets all bytes. The connection may be cut off only for frames of a wrong size, endless
+//! headers, or bytes beyond the window.
 
 #![no_main]
 
@@ -25,7 +25,7 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const HEADER_BYTES: usize = 9;
 const WINDOW: usize = 2048;
 
-/// Sizes that come one after the other, again and again.
+/// Sizes of pieces that repeat without an end, as the fuzzer's bytes say.
 struct Cuts(Vec<u8>, usize);
 
 impl Cuts {
@@ -33,7 +33,7 @@ impl Cuts {
         self.1 += 1;
         match self.0.get(self.1 % self.0.len().max(1)) {
             Some(&cut) if cut >= 128 => usize::from(cut - 127) * 131,
-            // A size of 0 never comes for ever.
+            // Every seventh turn adds 1, so that sizes of 0 alone cannot stop all progress.
             Some(&cut) => usize::from(cut) + usize::from(self.1 % 7 == 0),
             None => 4096,
         }
@@ -142,7 +142,7 @@ fuzz_target!(|input: (bool, u8, Vec<u8>, Vec<u8>, &[u8])| {
     let (marked, drop_at, cuts, modes, rest) = input;
     let mark = Mark::of_request();
     let incoming = connection(marked.then_some(mark), rest);
-    // Other streams may begin with marks that are never claimed.
+    // Even without the marked stream, `rest` may begin streams with marks.
     let begun = marked || rest.windows(8).any(|bytes| bytes == b"ls-push\0");
     let taps = Taps::default();
     let script = Script { incoming: incoming.clone(), at: Mutex::new((0, Cuts(cuts.clone(), 0))) };
@@ -151,7 +151,7 @@ fuzz_target!(|input: (bool, u8, Vec<u8>, Vec<u8>, &[u8])| {
     let (mut claim, mut passed, mut room) = (None, Vec::new(), Cuts(cuts, 3));
     let mut context = Context::from_waker(Waker::noop());
     let (mut over, mut cut_off) = (false, false);
-    // Each byte may be waited for a few times.
+    // The loop ends even if each byte is waited for a few times.
     for turn in 0..1000 + 64 * incoming.len() {
         let mut place = vec![0; room.next().max(1)];
         let mut out = ReadBuf::new(&mut place);
@@ -161,7 +161,8 @@ fuzz_target!(|input: (bool, u8, Vec<u8>, Vec<u8>, &[u8])| {
                 break;
             }
             Poll::Ready(Ok(())) => passed.extend_from_slice(out.filled()),
-            // The peer sent frames that none may send: the connection is cut off, and h2 has got what came before.
+            // The peer sent frames that HTTP/2 forbids. The connection is cut off, and h2 has all bytes that came
+            // before.
             Poll::Ready(Err(error)) => {
                 assert!(error.to_string().starts_with("the peer "), "{error}");
                 cut_off = true;
@@ -175,7 +176,7 @@ fuzz_target!(|input: (bool, u8, Vec<u8>, Vec<u8>, &[u8])| {
             Some(claim)
         });
         if drop_at > 0 && turn > usize::from(drop_at) {
-            // Further bytes have no sink.
+            // Bytes that arrive from now on have no sink.
             drop(claim.take());
         }
         let stalled = sink.clone().mode() == Mode::Stalled;
@@ -188,7 +189,7 @@ fuzz_target!(|input: (bool, u8, Vec<u8>, Vec<u8>, &[u8])| {
     if cut_off && !begun {
         assert!(incoming.starts_with(&passed));
     } else if begun {
-        // An empty frame may stand for the last of a stream.
+        // The last bytes of a stream may be replaced by an empty frame, which adds a header.
         assert!(passed.len() + sink.got() <= incoming.len() + HEADER_BYTES);
     } else {
         assert_eq!((sink.got(), &passed), (0, &incoming));

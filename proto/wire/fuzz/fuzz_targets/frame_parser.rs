@@ -1,5 +1,5 @@
-//! Feeds any bytes in any pieces to the parser of Push and Pull. The parser returns the messages that prost decodes,
-//! or an error.
+//! Feeds any bytes in any pieces to the parser of Push and Pull. The parser must return the messages that prost
+//! decodes, or an error.
 
 #![no_main]
 
@@ -53,7 +53,7 @@ fn parse<M: Frame>(stream: &[u8], cuts: &[u8]) -> Parsed<M> {
     (messages, parser.finish().is_ok())
 }
 
-/// Parses the same stream with prost, message by message.
+/// Returns the messages that prost decodes from the same stream, one at a time.
 fn expected<M: Frame>(mut stream: &[u8]) -> Parsed<M> {
     let mut messages = Vec::new();
     while !stream.is_empty() {
@@ -74,7 +74,7 @@ fn check<M: Frame + PartialEq>(stream: &[u8], cuts: &[u8]) {
     let (found, ended) = parse::<M>(stream, cuts);
     let (messages, whole) = expected::<M>(stream);
     assert_eq!(ended, whole);
-    // Encoded messages compare equal also where they hold NaN.
+    // Encoded messages are compared, because a NaN does not equal itself.
     let bytes = |parsed: &[(M, Bytes)]| -> Vec<(Vec<u8>, Bytes)> {
         parsed.iter().map(|(message, payload)| (message.encode_to_vec(), payload.clone())).collect()
     };

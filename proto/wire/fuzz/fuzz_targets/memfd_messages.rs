@@ -1,4 +1,5 @@
-//! Plays a hostile process at the other end of a link: any packets with any descriptors, then any places.
+//! Plays a hostile process at the other end of a link. The process sends any packets with any descriptors, and names
+//! any places in its memories.
 
 #![no_main]
 
@@ -30,9 +31,9 @@ const MOST: u64 = 1 << 20;
 
 #[derive(Debug, Arbitrary)]
 enum Packet {
-    /// Bytes as they are.
+    /// Any bytes as a packet.
     Raw(Vec<u8>, Vec<Passed>),
-    /// A valid message about a memory, which may describe another one.
+    /// A valid message that describes a memory. Its size may not be that of the passed descriptor.
     Memory(u64, Vec<Passed>),
     /// A place in one of the taken memories, as a Push names it. The target checks the place without sending it.
     Place { memory: u8, offset: u64, bytes: u64, small: bool },
@@ -63,7 +64,7 @@ impl Passed {
     }
 }
 
-/// A listener and its name, made once for the process.
+/// Returns the listener and its name, made once for the process.
 fn host() -> &'static (Runtime, Listener, String) {
     static HOST: OnceLock<(Runtime, Listener, String)> = OnceLock::new();
     HOST.get_or_init(|| {
@@ -88,7 +89,7 @@ fn send(socket: &OwnedFd, bytes: &[u8], passed: &[Passed]) {
     if !descriptors.is_empty() {
         assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
     }
-    // An empty packet is an end, and tells nothing new.
+    // An empty packet would end the connection, so a zero byte replaces it.
     let bytes = if bytes.is_empty() { &[0] } else { bytes };
     sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).unwrap();
 }
@@ -103,13 +104,13 @@ async fn receive(socket: &Socket, memories: &mut Vec<Foreign>) {
     }
 }
 
-/// A place is refused, or can be read to its last byte.
+/// Checks that a place is refused, or can be read to its last byte.
 fn look(memories: &[Foreign], place: &MemfdPlace) {
     let Some(memory) = memories.get(place.memory as usize) else { return };
     let inside = u128::from(place.offset) + u128::from(place.bytes) <= u128::from(memory.len());
     assert_eq!(memory.holds(place.offset, place.bytes), inside);
     if inside {
-        // No writer is left, so that both copies have the same bytes.
+        // Nobody writes to the memory any more, so two copies must be equal.
         let mut copies = [vec![1; place.bytes as usize], vec![2; place.bytes as usize]];
         copies.iter_mut().for_each(|copy| memory.source(place.offset, place.bytes).copy_to(copy));
         assert_eq!(copies[0], copies[1]);
@@ -132,7 +133,7 @@ fuzz_target!(|packets: Vec<Packet>| {
                 Packet::Raw(bytes, passed) => send(&client, bytes, passed),
                 Packet::Memory(bytes, passed) => {
                     let bytes = match passed.first() {
-                        // The size is right half of the time.
+                        // In half of the cases the message's size is that of the descriptor.
                         Some(Passed::Memfd { bytes: size, .. }) if bytes % 2 == 0 => {
                             u64::from(*size) % (2 * MOST)
                         }

@@ -1,4 +1,5 @@
-//! No altered byte passes, and a job that met one can still be restored from a good checkpoint.
+//! No altered byte of a checkpoint is restored. After a refused restore, the job can still be restored from a good
+//! checkpoint.
 
 use std::{fs, sync::OnceLock};
 
@@ -12,7 +13,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A good delayed checkpoint of two servers, and a target that stays loading as long as restores fail.
+/// A good checkpoint of a delayed job on two servers, and a job to restore into. Failed restores leave the job loading.
 struct Fixture {
     _root: tempfile::TempDir,
     store: Store,
@@ -35,7 +36,7 @@ impl Fixture {
         self.store.dir().join("run/good").join(file)
     }
 
-    /// The fault of a restore while `file` is altered. The file is restored afterwards.
+    /// Returns the fault of a restore while `file` is altered. Afterwards `file` has its good bytes again.
     fn fault_with(&self, file: &str, alter: impl FnOnce(&mut Vec<u8>)) -> Result<Fault, TestCaseError> {
         let path = self.path(file);
         let good = fs::read(&path).unwrap();
@@ -116,7 +117,7 @@ fn a_damaged_block_is_named_and_a_good_checkpoint_still_restores() {
     assert_eq!(fixture.target.state_hash(), fixture.state_hash);
 }
 
-/// A failed load had filled this shard, images included, at the very version that the next load brings.
+/// A failed load had filled this shard with state and images, of the same version as the next load's.
 #[test]
 fn a_failed_load_leaves_neither_images_nor_moments() {
     let target = Trained::open(&spec(3, 1), 1);
@@ -144,8 +145,8 @@ fn a_newer_format_is_refused_as_such() {
     assert!(fault.value.contains("format_version 2"), "{fault}");
 }
 
-/// Weights uploaded after a failed restore have no older image, whatever the restore had put on the drives.
-/// With few buffers their shards come and go before they are whole.
+/// Weights uploaded after a failed restore have no older image, even if the restore had put one on the drives. With few
+/// buffers, shards go to the drives before they are whole.
 #[test]
 fn a_failed_restore_leaves_nothing_on_the_drives() {
     for spill in [Spill::State, Spill::All] {
@@ -168,12 +169,12 @@ fn a_failed_restore_leaves_nothing_on_the_drives() {
     }
 }
 
-/// Writes a manifest with other contents and the right digest, as a crafted checkpoint has.
+/// Writes a manifest with other contents and the right digest, as a forged checkpoint could have.
 fn craft(fixture: &Fixture, change: impl FnOnce(&mut Manifest)) {
     let path = fixture.path("manifest.json");
     let mut manifest: Manifest = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     change(&mut manifest);
-    // The digest is of the file with its own digits as zeros.
+    // The digest is taken while zeros stand for its own digits.
     manifest.blake3 = "0".repeat(64);
     let blank = serde_json::to_string_pretty(&manifest).unwrap() + "\n";
     let digest = blake3::hash(blank.as_bytes()).to_hex();
@@ -187,7 +188,7 @@ fn a_crafted_checkpoint_reads_no_other_folder_and_takes_no_memory_by_its_word() 
     let fault = elsewhere.target.restore(&elsewhere.store, "good").unwrap_err();
     assert!(fault.kind == FaultKind::Corrupt && fault.value.contains("../good"), "{fault}");
 
-    // A sparse file whose header claims a table of 8 TiB: file systems take no larger file.
+    // The header of a sparse file claims a table of 8 TiB, as large a file as file systems take.
     let sparse = fixture();
     let path = sparse.path(PART);
     let good = fs::read(&path).unwrap();

@@ -1,5 +1,5 @@
-//! Frozen parameters in checkpoints: their weights return to the bit, and a job that trains other parameters
-//! is refused.
+//! Frozen parameters in checkpoints: their weights return bit for bit. A job that trains other parameters than the
+//! checkpoint's job is refused.
 
 use longshore_engine::{admission::Need, tier::Spill};
 use longshore_proto::Partition;
@@ -17,8 +17,7 @@ fn frozen_weights_return_on_any_servers_and_tier() {
     let (_root, store) = store();
     let dir = tempfile::tempdir().unwrap();
     let dirs = vec![dir.path().to_path_buf()];
-    // In shards of two blocks one server of three has all trained shards, and the others have frozen shards
-    // alone.
+    // In shards of two blocks, one server of three has all trained shards. The other servers have only frozen shards.
     for (index, (from, from_blocks, to, to_blocks, max_delay, spill)) in [
         (1, 2, 3, 2, 0, None),
         (3, 2, 1, 1, 0, None),
@@ -81,7 +80,7 @@ fn other_frozen_parameters_are_refused() {
     assert_eq!(fault.field, "spec.partitions", "{fault}");
 }
 
-/// Frozen elements take two bytes each of the state, and none of the memory of gradients and images.
+/// A frozen element takes two bytes of the state's memory, and nothing of that of gradients and images.
 #[test]
 fn frozen_elements_take_two_bytes() {
     let need = |spec: &JobSpec| {

@@ -42,8 +42,8 @@ fn spec(shard_blocks: u64, max_delay: u32) -> JobSpec {
     }
 }
 
-/// A job on several servers, with weights and gradients that do not depend on its servers and shards. It may be trained
-/// on one thread while another makes checkpoints.
+/// A job on several servers. Its weights and gradients do not depend on servers and shards. A thread may train the job
+/// while another makes checkpoints.
 struct Trained {
     cluster: Mutex<Cluster>,
     jobs: Vec<Arc<Job>>,
@@ -75,12 +75,12 @@ impl Trained {
         cluster.upload(&weights(&cluster.spec, 1));
     }
 
-    /// Runs one whole step. Every third one overflows.
+    /// Runs one whole step. Every third step overflows.
     fn step(&self, step: u64) {
         self.step_with(step, step);
     }
 
-    /// Runs a step with another step's gradients.
+    /// Runs a step with the gradients of the step `gradients`.
     fn step_with(&self, step: u64, gradients: u64) {
         let mut cluster = self.cluster.lock().unwrap();
         let spec = cluster.spec.clone();
@@ -102,7 +102,7 @@ impl Trained {
         self.cluster.lock().unwrap().hash()
     }
 
-    /// The whole model's image of a version.
+    /// Returns the image of the whole model at one version.
     fn image(&self, version: Version) -> Result<Vec<u8>, Fault> {
         let cluster = self.cluster.lock().unwrap();
         let mut whole = Vec::new();
@@ -131,7 +131,7 @@ impl Trained {
     }
 }
 
-/// Returns a step's gradient. Parameters that the step leaves out have -0 alone.
+/// Returns a step's gradient. A parameter that the step leaves out has only -0 as elements.
 fn gradient(spec: &JobSpec, step: u64) -> Vec<u8> {
     let mut flat = common::gradient(spec, 100 + step, 0.5);
     for (param, range) in param_ranges(spec).into_iter().enumerate() {
@@ -149,7 +149,8 @@ fn decision(spec: &JobSpec, step: u64) -> Commit {
         skip,
         gradient_scale: loss_scale(step),
         clip_coefficient: 0.9,
-        // The image then is not the rounded master weights, and must come from the checkpoint.
+        // With look-ahead an image differs from the rounded master weights, so a restore must take the image from the
+        // checkpoint.
         correction: match spec.max_delay > 0 && spec.rule.can_look_ahead() {
             true => Correction::LookAhead(vec![1e-3; 2]),
             false => Correction::None,
@@ -162,7 +163,7 @@ fn decision(spec: &JobSpec, step: u64) -> Commit {
     }
 }
 
-/// Returns true if a parameter gets a gradient, in a job that leaves out parameters without one.
+/// Returns true if a parameter gets a gradient in a step of a job with `leave_out`.
 fn is_given(param: u32, step: u64) -> bool {
     !(param == 1 && step % 2 == 1 || param == 2 && step % 5 == 4)
 }
@@ -177,7 +178,7 @@ fn left_out(step: u64) -> Vec<LeftOut> {
     (0..3).filter_map(of).collect()
 }
 
-/// A loss scale that decimals cannot hold, for all steps but the first.
+/// Returns a step's loss scale. After the first step the scale is 1/3, which no decimal text of few digits gives back.
 fn loss_scale(step: u64) -> f64 {
     if step == 1 { 1.0 } else { 1.0 / 3.0 }
 }

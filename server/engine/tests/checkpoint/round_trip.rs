@@ -22,7 +22,7 @@ fn any_servers_and_shard_sizes_give_the_same_state() {
         assert_eq!(infos[0].state_hash.as_deref(), Some(&*saved.state_hash()), "{from} to {to}");
         assert_eq!(restored.state_hash(), saved.state_hash(), "{from} to {to}");
         assert_eq!(restored.image(Version(2)).unwrap(), saved.image(Version(2)).unwrap());
-        // The restored job is saved again from there, also from servers that own nothing.
+        // The restored job is saved again, also by servers that own no shard.
         restored.save(&store, &format!("{name}-again"));
         let again = Trained::open(&spec(from_blocks, 0), from);
         let info = again.restore(&store, &format!("{name}-again")).unwrap().remove(0);
@@ -52,7 +52,7 @@ fn every_rule_and_image_dtype_returns() {
     }
 }
 
-/// The number of steps that each parameter has missed comes back with the last commit.
+/// Each parameter's count of missed steps returns with the checkpoint's last commit.
 #[test]
 fn parameters_that_steps_left_out_go_on_with_their_own_counts() {
     let (_root, store) = store();
@@ -81,7 +81,7 @@ fn parameters_that_steps_left_out_go_on_with_their_own_counts() {
     }
 }
 
-/// State and images go from memory to drives that keep both, and back.
+/// A restore moves state and images from memory to drives that keep both, and back to memory.
 #[test]
 fn images_on_drives_are_saved_and_restored() {
     let (_root, store) = store();
@@ -196,7 +196,7 @@ fn without_an_older_image_there_is_none() {
     assert_eq!(delayed.restore(&store, "exact").unwrap()[0].images, StoredImages::None);
     assert_eq!(delayed.image(Version(4)).unwrap(), exact.image(Version(4)).unwrap());
     assert!(delayed.image(Version(3)).is_err());
-    // The job is saved again before its first step, and still has no older image.
+    // Saved again before its first step, the restored job still has no older image.
     delayed.save(&store, "again");
     let again = Trained::open(&spec(1, 1), 2);
     assert_eq!(again.restore(&store, "again").unwrap()[0].images, StoredImages::Current);

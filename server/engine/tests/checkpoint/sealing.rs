@@ -102,7 +102,7 @@ fn another_model_is_refused_and_named() {
         name: JobName::parse("name", "fork").unwrap(),
         gradient_dtype: Dtype::F32,
         image_dtype: Dtype::F16,
-        // Another seed is like another world size: the bits of narrow state differ from here on.
+        // A restore may change the seed, as the world size: bits of narrow state differ from then on.
         formats: Formats { seed: 8, ..fp32 },
         world_size: 2,
         micro_steps: 3,
@@ -185,7 +185,7 @@ fn a_job_is_taken_for_its_checkpoint_only_when_every_bit_is_the_same() {
     let spec = spec(2, 0);
     let cluster = Trained::after(&spec, 2, 3);
     cluster.save(&store, "three");
-    // The same state was reached in another way and on another number of servers.
+    // A job on one server has reached the same state by training, so the restore succeeds.
     Trained::after(&spec, 1, 3).restore(&store, "three").unwrap();
     for (cluster, steps) in [(Trained::after(&spec, 1, 2), 2), (Trained::after(&spec, 1, 4), 4)] {
         let fault = cluster.restore(&store, "three").unwrap_err();
@@ -244,7 +244,8 @@ fn the_first_sealed_go_first_and_the_one_just_sealed_never() {
     assert_eq!(files(&root.path().join("run")), ["unsealed", "w", "y"]);
 }
 
-/// After a job has gone back to an older checkpoint, its next sealed checkpoint is the newest, whatever its version.
+/// A job goes back to an older checkpoint. Its next sealed checkpoint then counts as the newest, even with a lower
+/// version.
 #[test]
 fn after_a_rollback_the_checkpoint_just_sealed_stays_and_those_left_behind_are_stale() {
     let (_root, store) = store();
@@ -263,7 +264,7 @@ fn after_a_rollback_the_checkpoint_just_sealed_stays_and_those_left_behind_are_s
         let list = store.list(&run()).unwrap().into_iter();
         list.map(|listed| (listed.name, listed.stale)).collect::<Vec<_>>()
     };
-    // The gradients are the same, so that "two" is the same state again, and "four" is a state beyond it.
+    // The gradients are the same, so "two" has the same state as "two-again", and "four" is beyond that state.
     let expected = [("one", false), ("two", false), ("four", true), ("two-again", false)];
     assert_eq!(stale(&store), expected.map(|(name, stale)| (name.to_string(), stale)));
     assert_eq!(store.prune(&run(), Some(1), "two-again").unwrap(), ["one", "two", "four"]);
@@ -272,7 +273,7 @@ fn after_a_rollback_the_checkpoint_just_sealed_stays_and_those_left_behind_are_s
     assert_eq!(names(&store), ["two-again"]);
 }
 
-/// Step N comes again after the job went back, and its checkpoint is requested under the same name.
+/// After the job went back, step N is made again, and a checkpoint of the same name is requested.
 #[test]
 fn a_sealed_name_asked_for_again_is_the_same_checkpoint_only_with_the_same_state() {
     let (root, store) = store();
@@ -326,7 +327,7 @@ fn servers_of_two_tiers_write_one_checkpoint() {
     assert_eq!(restored.state_hash(), moved.state_hash());
 }
 
-/// Parts that nobody will seal take as much room as a checkpoint.
+/// Unsealed parts take as much room as a checkpoint, so parts that nobody will seal must go.
 #[test]
 fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
     let (root, store) = store();
@@ -341,7 +342,7 @@ fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
     cluster.save(&store, "sealed");
     cluster.step(2);
     cluster.save(&store, "next");
-    // This one may have been written beside the first sealed one, and may still be sealed.
+    // Parts of "forgotten" may have been written at the same time as "sealed", and may still be sealed.
     assert_eq!(files(&root.path().join("run")), ["forgotten", "next", "sealed"]);
     cluster.step(3);
     cluster.save(&store, "last");
@@ -350,7 +351,8 @@ fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
     Trained::open(&spec(1, 0), 1).restore(&store, "next").unwrap();
 }
 
-/// A server is killed while it writes a part, publishes it, or removes a checkpoint. Another server writes still.
+/// A server is killed while it writes a part, publishes a part, or removes a checkpoint. Meanwhile another server still
+/// writes.
 #[test]
 fn files_of_a_killed_server_go_with_a_later_checkpoint_and_those_of_others_stay() {
     let (root, store) = store();
@@ -367,7 +369,7 @@ fn files_of_a_killed_server_go_with_a_later_checkpoint_and_those_of_others_stay(
     };
     draft("killed");
     fs::remove_file(folder("killed").join("server-00002-of-00002.part.json")).unwrap();
-    // The entry of a part comes before the part.
+    // A part's entry is published before the part itself.
     draft("published");
     assert_eq!(store.seal_if_whole(&run(), "published", 2), Ok(false));
     assert_eq!(store.unsealed(&run()).iter().filter(|(name, _)| name == "published").count(), 1);
@@ -388,7 +390,8 @@ fn files_of_a_killed_server_go_with_a_later_checkpoint_and_those_of_others_stay(
     assert_eq!(files(&root.path().join("run")), ["c", "copied", "d"]);
 }
 
-/// Each host has its own folder. The same servers find the parts that they need. Others are told which part is missing.
+/// Each host has its own folder. The same servers find their own parts there. Other servers are told which part is
+/// missing.
 #[test]
 fn each_server_restores_from_a_folder_of_its_own() {
     let cluster = Trained::after(&spec(1, 1), 2, 2);
@@ -418,7 +421,7 @@ fn each_server_restores_from_a_folder_of_its_own() {
         }
     }
     assert!(swapped.is_loading());
-    // Parts that are brought together serve any servers.
+    // With all parts in one folder, any servers can restore them.
     let file = "run/a/server-00002-of-00002.safetensors";
     fs::copy(hosts[1].0.path().join(file), hosts[0].0.path().join(file)).unwrap();
     let target = Trained::open(&spec(2, 1), 1);

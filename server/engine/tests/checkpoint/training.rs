@@ -12,7 +12,7 @@ use super::*;
 
 const SAVED: usize = 6;
 
-/// Trains until `SAVED` checkpoints are written; returns their names and the version training ended at.
+/// Trains until `SAVED` checkpoints are written. Returns their names, and the version at which training ended.
 fn save_while_training(live: &Trained, store: &Store) -> (Vec<String>, Version) {
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {

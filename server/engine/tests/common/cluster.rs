@@ -1,4 +1,4 @@
-//! A job split over servers, each with its queue of work, driven from one thread.
+//! A job split over servers, driven from one thread. Each server has its queue of work.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -39,7 +39,7 @@ pub(crate) fn soon() -> Instant {
 
 const WAIT: Duration = Duration::from_secs(20);
 
-/// The answer to a pushed chunk, with the work that follows.
+/// The answer to a pushed chunk. A new chunk may be the last one that a sum waits for: then the answer has the work.
 pub(crate) type Stored = Admission<Option<Work>>;
 
 pub(crate) struct Cluster {
@@ -50,7 +50,7 @@ pub(crate) struct Cluster {
     /// Servers that are gone for good, whose jobs are not called.
     pub(crate) lost: BTreeSet<usize>,
     pub(crate) works: Vec<VecDeque<Work>>,
-    /// By server: messages about chunks that reached the drives.
+    /// For each server, a message for each chunk that reached the drives.
     arrivals: Vec<Mutex<mpsc::Receiver<()>>>,
     pub(crate) incarnations: Vec<Incarnation>,
     storages: Vec<Storage>,
@@ -62,7 +62,7 @@ impl Cluster {
         Cluster::try_open(spec, servers, compute, &Storage::default()).unwrap()
     }
 
-    /// Opens the job on a tier that outlives its servers, from the state that the tier has kept.
+    /// Opens the job in a tier that outlives servers, with the state that the tier has kept.
     pub(crate) fn try_open(
         spec: &JobSpec,
         servers: usize,
@@ -124,7 +124,7 @@ impl Cluster {
         (0..self.jobs.len()).filter(move |server| !lost.contains(server))
     }
 
-    /// Loses a server for good. The next commit says so.
+    /// Loses a server for good, and tells the other servers. The next commit must name the loss.
     pub(crate) fn lose(&mut self, server: usize) {
         self.lost.insert(server);
         self.works[server].clear();
@@ -157,8 +157,8 @@ impl Cluster {
         }
     }
 
-    /// Fills the job with arrays of the whole flat space, made by `applied` updates, and fewer of the parameters in
-    /// `left_out`.
+    /// Fills the job with state arrays of the whole flat space. `applied` updates made them; parameters in `left_out`
+    /// had fewer.
     pub(crate) fn upload_state(&self, state: &[Vec<f32>], applied: u64, left_out: &[LeftOut]) {
         for (&array, values) in StateArray::of(self.spec.rule).iter().zip(state) {
             let bytes = super::encode(values, Dtype::F32);
@@ -168,7 +168,7 @@ impl Cluster {
         }
     }
 
-    /// Uploads a shard's part of an array of the whole flat space.
+    /// Uploads one shard's part of a state array, which `bytes` has for the whole flat space.
     pub(crate) fn upload_array(
         &self,
         array: StateArray,
@@ -185,7 +185,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Returns every array of the rule over the whole flat space, in fp32, and the number of updates.
+    /// Returns the number of updates, and each array of the rule in fp32, over the whole flat space.
     pub(crate) fn exported(&self) -> (Vec<Vec<f32>>, u64) {
         let arrays = StateArray::of(self.spec.rule).len();
         let mut shards: BTreeMap<ShardId, Vec<Vec<f32>>> = BTreeMap::new();
@@ -217,7 +217,7 @@ impl Cluster {
         &flat[(start + range.start) as usize..(start + range.end) as usize]
     }
 
-    /// Returns every chunk of one rank's contributions to one micro-step, with its part of `flat`.
+    /// Returns the chunks of one rank's contributions to a micro-step, each with its part of `flat`.
     pub(crate) fn chunks<'a>(
         &self,
         step: u64,
@@ -252,7 +252,7 @@ impl Cluster {
         found
     }
 
-    /// Returns each shard's whole gradient as one lent chunk, in the form of [`Cluster::chunks`].
+    /// Returns the contributions of [`Cluster::chunks`], but each shard's whole gradient as one lent chunk.
     pub(crate) fn lent<'a>(
         &self,
         step: u64,
@@ -300,8 +300,8 @@ impl Cluster {
         Ok(stored)
     }
 
-    /// Pushes a whole step's contributions in order, and forms sums as they become possible. `flats` are
-    /// ordered by micro-step, then by rank.
+    /// Pushes all contributions of a step in order, and makes each sum once it is complete. `flats` has one gradient
+    /// for each micro-step and rank, in this order.
     pub(crate) fn push(&mut self, step: u64, flats: &[Vec<u8>]) {
         let world = self.spec.world_size as usize;
         for (index, flat) in flats.iter().enumerate() {
@@ -322,8 +322,8 @@ impl Cluster {
         }
     }
 
-    /// Does a server's oldest work as its compute thread would, with sums together. Returns false if there is
-    /// none.
+    /// Does a server's oldest work. Sums that follow each other are made together, as by its compute thread. Returns
+    /// false if the queue is empty.
     pub(crate) fn work_once(&mut self, server: usize) -> bool {
         let works = &mut self.works[server];
         let any = !works.is_empty();
@@ -350,12 +350,12 @@ impl Cluster {
         Ok(duplicates)
     }
 
-    /// Returns true if a restart of some server can take back its newest version.
+    /// Returns true if a restart of some server may take back its newest version, which is not durable at once.
     pub(crate) fn has_durable_later(&self) -> bool {
         self.living().any(|server| self.jobs[server].spec().properties().durable_later)
     }
 
-    /// Opens a server that has room for all shards, and owns none. The next commit names it.
+    /// Opens a server that owns no shard yet, and has room for all. The next commit must name its address.
     pub(crate) fn add_server(&mut self, tier: TierKind, storage: &Storage) -> String {
         let address = format!("server-{}:7070", self.jobs.len());
         let server = ServerId(self.jobs.len() as u32);
@@ -383,8 +383,8 @@ impl Cluster {
         Job::open(spec, placement, server, &budget, storage, Arc::clone(&self.compute), observer).unwrap()
     }
 
-    /// Opens the job again on a server whose process has ended and whose drives have version `before` or a later one:
-    /// at `before` if the server `steps_back`.
+    /// Opens the job again on a server whose process has ended. Its drives have version `before` or a later one. With
+    /// `steps_back` the job opens at `before`, otherwise at the newest version there.
     pub(crate) fn restart(&mut self, server: usize, before: Version, steps_back: bool) {
         let job = self.jobs.remove(server);
         let (spec, placement, number) = (job.spec().clone(), job.opened_with().clone(), job.server());
@@ -393,7 +393,7 @@ impl Cluster {
             let folder = format!("{}/server-{}-of-{}", self.spec.name, number.0, placement.servers.len());
             let deadline = soon();
             let report = loop {
-                // A process that another test forks has the lock too, until it begins its program.
+                // A process that another test forks inherits the folder's lock until it begins its program.
                 match inspect(&dir.join(&folder)) {
                     Err(fault) if fault.kind == FaultKind::Conflict && Instant::now() < deadline => {
                         std::thread::yield_now();
@@ -412,8 +412,8 @@ impl Cluster {
         self.jobs.insert(server, Arc::new(job));
     }
 
-    /// Copies the first shard that a server awaits and another has ready, or its first `pieces`. Returns false if there is
-    /// none.
+    /// Copies the first shard that a server awaits and another server has ready. Stops after `pieces` pieces. Returns
+    /// false if no such shard exists.
     pub(crate) fn fetch(&mut self, server: usize, mut pieces: usize) -> bool {
         let source = |awaited: &Awaited| &self.jobs[awaited.source.0 as usize];
         let is_ready = |it: &Awaited| {
@@ -473,7 +473,7 @@ impl Cluster {
         self.work();
     }
 
-    /// Returns each block's sum of squares, or None until every server has it.
+    /// Returns each block's sum of squares. None until every server has the statistics.
     pub(crate) fn squares(&self, step: u64) -> Option<Vec<f64>> {
         let mut squares = Vec::new();
         for shard in (0..self.layout.shards()).map(ShardId) {
@@ -487,7 +487,7 @@ impl Cluster {
         Some(squares)
     }
 
-    /// Returns the parameters without a gradient on any server, in a complete step.
+    /// Returns the parameters that no server has a gradient for, in a complete step.
     pub(crate) fn left_out(&self, step: u64) -> Vec<u32> {
         let shards = (0..self.layout.shards()).map(ShardId);
         let of_shard = |shard| self.jobs[self.owner(shard)].left_out(shard, Step(step)).unwrap();
@@ -509,7 +509,7 @@ impl Cluster {
         state_hash(version, applied, blocks.iter().map(|(_, hash)| hash))
     }
 
-    /// Returns a shard's image, None if it is not there yet, or the fault.
+    /// Returns a shard's image, None before the image is there, or the fault.
     pub(crate) fn image(&self, shard: ShardId, version: u64) -> Result<Option<Vec<u8>>, Fault> {
         let slice = Slice { shard, offset: 0, elements: self.layout.shard_len(shard) };
         let mut pulled = Ok(None);
@@ -517,7 +517,7 @@ impl Cluster {
             let job = &self.jobs[holder.0 as usize];
             job.check_slice(&slice, self.spec.image_dtype)?;
             pulled = job.copy_image(&slice, Version(version));
-            // Where a holder's state is broken, ranks ask the other one.
+            // If a holder's state is broken, ranks pull from the other holder.
             if !pulled.as_ref().is_err_and(|fault| fault.field == "state") {
                 break;
             }
@@ -525,21 +525,21 @@ impl Cluster {
         Ok(pulled?.map(|pulled| pulled.bytes))
     }
 
-    /// Returns a shard's part of an array of the whole flat space with `size` bytes an element.
+    /// Returns a shard's part of a flat array whose elements have `size` bytes.
     pub(crate) fn part<'a>(&self, flat: &'a [u8], shard: ShardId, size: usize) -> &'a [u8] {
         let range = self.layout.shard_range(shard);
         &flat[range.start as usize * size..range.end as usize * size]
     }
 }
 
-/// Messages about chunks that reach the drives of a job.
+/// Returns a receiver that gets a message for each chunk that reaches a job's drives.
 fn arrivals(job: &Job) -> Mutex<mpsc::Receiver<()>> {
     let (sender, arrivals) = mpsc::channel();
     job.gradients.on_arrival(Box::new(move || _ = sender.send(())));
     Mutex::new(arrivals)
 }
 
-/// Uploads a chunk of the weights of a job that is filled with weights alone.
+/// Uploads a chunk of weights. The job gets no other state.
 pub(crate) fn upload(
     job: &Job,
     incarnation: Incarnation,
@@ -551,7 +551,7 @@ pub(crate) fn upload(
     job.upload_chunk(incarnation, part, payload)
 }
 
-/// Pushes a chunk whose whole payload is at hand, copied or lent.
+/// Pushes a chunk with its whole payload, which is copied or lent as the chunk says.
 pub(crate) fn store(job: &Arc<Job>, chunk: &ContributionChunk, payload: &[u8]) -> Result<Stored, Fault> {
     let mut outcome = Ok(());
     let stored = job.admit(chunk)?.and_then(|mut writing| {

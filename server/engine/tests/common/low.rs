@@ -1,5 +1,5 @@
-//! Reference for state in fewer bits: one call of the scalar kernels over the whole flat space. The kernels
-//! specify the rounding, and have property tests of their own. Independent here is everything around them.
+//! Reference for state in fewer bits: one call of the scalar kernels over the whole flat space. The kernels specify the
+//! rounding, and have property tests of their own. Only the code around the kernels is independent here.
 
 use std::ops::Range;
 
@@ -52,7 +52,7 @@ impl Low {
         }
     }
 
-    /// Makes a step, and returns the image.
+    /// Makes a step. Returns the image.
     pub(crate) fn step(
         &mut self,
         spec: &JobSpec,
@@ -124,7 +124,7 @@ impl Low {
 }
 
 impl Array {
-    /// Restores the bits that an element had before.
+    /// Gives an element its bits of `before`, as for an element that a step leaves out.
     fn restore(&mut self, before: &Array, element: usize) {
         match (self, before) {
             (Array::Empty, Array::Empty) => {}
@@ -134,7 +134,7 @@ impl Array {
         }
     }
 
-    /// Returns a block's bytes. With 8 bits an element: the codes, then the scales.
+    /// Returns a block's bytes. With 8 bits an element, the codes come first and the scales follow.
     fn block(&self, block: usize) -> Vec<u8> {
         let range = block * BLOCK..(block + 1) * BLOCK;
         match self {

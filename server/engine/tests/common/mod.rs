@@ -1,5 +1,5 @@
-//! Shared by the engine's integration tests: numbers from a seed, jobs split over servers, and an independent
-//! model.
+//! Shared by the engine's integration tests: random numbers from a seed, jobs split over servers, and independent
+//! references.
 
 pub(crate) mod cluster;
 pub(crate) mod low;
@@ -26,7 +26,7 @@ pub(crate) fn cases(quick: u32) -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(quick)
 }
 
-/// SplitMix64. Each test's numbers follow from one seed, which proptest prints and shrinks.
+/// Random numbers by SplitMix64. All numbers of a test follow from one seed, which proptest prints and shrinks.
 #[derive(Clone)]
 pub(crate) struct Noise(pub(crate) u64);
 
@@ -62,7 +62,7 @@ impl Noise {
     }
 }
 
-/// A job whose parameter i has `sizes[i]` elements and is in group `groups[i]`.
+/// Returns a job whose parameter i has `sizes[i]` elements and belongs to group `groups[i]`.
 pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
     let count = groups.iter().max().map_or(1, |&group| group + 1);
     let params = sizes.iter().zip(groups).enumerate().map(|(index, (&size, &group))| Param {
@@ -77,7 +77,7 @@ pub(crate) fn spec(sizes: &[u64], groups: &[u32]) -> JobSpec {
     }
 }
 
-/// Returns a decision to apply, with the gradient scale for a loss scale of 1.
+/// Returns a decision to apply a step. Its gradient scale is right for a loss scale of 1.
 pub(crate) fn commit(spec: &JobSpec, step: u64) -> Commit {
     Commit {
         step: Step(step),
@@ -121,8 +121,7 @@ pub(crate) fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     }
 }
 
-/// Returns the wire bytes of a gradient of the whole flat space, with zeros in gaps and padding, as workers
-/// send it.
+/// Returns a gradient of the whole flat space as workers send it, with zeros in gaps and padding.
 pub(crate) fn gradient(spec: &JobSpec, seed: u64, scale: f32) -> Vec<u8> {
     let mut noise = Noise(seed);
     let mut values = vec![0.0; reference::flat_elements(spec)];
@@ -142,7 +141,7 @@ pub(crate) fn weights(spec: &JobSpec, seed: u64) -> Vec<f32> {
     values
 }
 
-/// State directories and a folder of a tmpfs, which drop removes.
+/// State directories, and a folder on a tmpfs. Drop removes all of them.
 pub(crate) struct Dirs {
     _roots: Vec<tempfile::TempDir>,
     pub(crate) storage: Storage,
@@ -172,8 +171,8 @@ impl Dirs {
     }
 }
 
-/// Starts this test binary with the ignored test `child`, and waits for the file `ready` in the folder that `variable`
-/// names. Kills the process with SIGKILL some time after that.
+/// Starts this test binary with the ignored test `child`, whose folder is in the environment variable `variable`. Waits
+/// for the file `ready` there, then kills the process with SIGKILL after the time `after`.
 pub(crate) fn run_and_kill(child: &str, variable: &str, dir: &Path, after: Duration) {
     let ready = dir.join("ready");
     let _ = fs::remove_file(&ready);

@@ -1,5 +1,5 @@
-//! The expected result of a job: plain loops over f32, from the documented formulas alone. The engine shares
-//! no code with them, so a test passes wrongly only if both are wrong in the same way.
+//! The expected result of a job: plain loops over f32, from the documented formulas alone. The engine shares no code
+//! with these loops. A wrong engine passes only if the loops are wrong in the same way.
 
 use std::{ops::Range, sync::OnceLock};
 
@@ -9,8 +9,8 @@ use longshore_proto::{
 
 use super::{BLOCK, decode, encode, low::Low};
 
-/// Returns each parameter's range. A parameter starts at the next multiple of 64 elements, or of a block
-/// where a partition begins.
+/// Returns each parameter's range. A parameter starts at the next multiple of 64 elements. The first parameter of a
+/// partition starts at the next block.
 pub(crate) fn param_ranges(spec: &JobSpec) -> Vec<Range<usize>> {
     let mut start = 0usize;
     let place = |(index, param): (usize, &longshore_proto::Param)| {
@@ -25,7 +25,7 @@ pub(crate) fn param_ranges(spec: &JobSpec) -> Vec<Range<usize>> {
     spec.params.iter().enumerate().map(place).collect()
 }
 
-/// Returns the flat ranges of a job's partitions with their contributors. A frozen partition has none.
+/// Returns the flat range of each partition, with its contributors. A frozen partition has no contributors.
 pub(crate) fn partitions(spec: &JobSpec) -> Vec<(Range<usize>, Vec<usize>)> {
     if spec.partitions.is_empty() {
         return vec![(0..flat_elements(spec), (0..spec.world_size as usize).collect())];
@@ -47,11 +47,12 @@ pub(crate) fn flat_elements(spec: &JobSpec) -> usize {
     param_ranges(spec).last().unwrap().end.div_ceil(BLOCK) * BLOCK
 }
 
-/// A job's state after some commit.
+/// A job's expected state after its newest commit.
 #[derive(Clone)]
 pub(crate) struct Reference {
     spec: JobSpec,
-    /// Param group and parameter by flat element. Padding belongs to the parameter before it.
+    /// Param group of each flat element. Padding belongs to the parameter before. `param` has the parameter in the same
+    /// way.
     group: Vec<u32>,
     param: Vec<u32>,
     pub(crate) version: u64,
@@ -61,11 +62,11 @@ pub(crate) struct Reference {
     pub(crate) second: Vec<f32>,
     /// The image's bytes, as workers pull them.
     pub(crate) image: Vec<u8>,
-    /// Replaces the three arrays where any of them is not fp32.
+    /// State in fewer bits, which replaces `master`, `first` and `second` unless all of these are fp32.
     low: Option<Low>,
-    /// The given weights in the image's format. Frozen ranges of every image equal them.
+    /// The first weights in the image's format. Frozen ranges of every image equal them.
     given: Vec<u8>,
-    /// Hash of this version, once a test has asked for it.
+    /// Hash of this version, computed once a test has asked for the hash.
     hash: OnceLock<String>,
 }
 
@@ -108,7 +109,7 @@ impl Reference {
         reference
     }
 
-    /// Returns an image with the frozen weights in it.
+    /// Returns the image with its frozen ranges replaced by the first weights.
     fn with_frozen(&self, mut image: Vec<u8>) -> Vec<u8> {
         let size = self.spec.image_dtype.bytes() as usize;
         for range in frozen(&self.spec) {
@@ -118,14 +119,15 @@ impl Reference {
         image
     }
 
-    /// Returns t by flat element, or None where the step changes nothing.
+    /// Returns each element's t, Adam's number of its update. None where the step changes nothing.
     fn times(&self, commit: &Commit) -> Vec<Option<u64>> {
         let mut times = times(commit, self.applied, &self.param);
         frozen(&self.spec).into_iter().for_each(|range| times[range].fill(None));
         times
     }
 
-    /// `contributions` are wire bytes of the whole flat space, ordered by micro-step, then by rank.
+    /// Makes a step. `contributions` are gradients of the whole flat space as sent, ordered by micro-step, then by
+    /// rank.
     pub(crate) fn step(&mut self, contributions: &[Vec<u8>], commit: &Commit) {
         let gradient = sum(&self.spec, contributions);
         self.hash.take();
@@ -174,7 +176,7 @@ impl Reference {
         self.image = self.with_frozen(encode(&emitted, self.spec.image_dtype));
     }
 
-    /// Returns the master weights in fp32, from any format. Frozen weights come from the image.
+    /// Returns the master weights in fp32, whatever their format. Frozen weights are in `master`.
     pub(crate) fn weights(&self) -> Vec<f32> {
         let mut weights = self.low.as_ref().map_or_else(|| self.master.clone(), Low::master);
         for range in frozen(&self.spec) {
@@ -211,7 +213,7 @@ impl Reference {
     }
 }
 
-/// Returns t by flat element, or None where the step leaves the parameter out.
+/// Returns each element's t, or None where the step leaves the parameter out.
 fn times(commit: &Commit, applied: u64, params: &[u32]) -> Vec<Option<u64>> {
     let of = |param: &u32| match commit.left_out.iter().find(|left_out| left_out.param == *param) {
         Some(left_out) if left_out.now => None,
@@ -231,13 +233,13 @@ fn set(slot: &mut [f32], index: usize, value: f32) {
     }
 }
 
-/// Replaces any NaN by the stored one, 0x7FC0_0000.
+/// Replaces any NaN by 0x7FC0_0000, the only NaN that servers store.
 fn quiet(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(0x7FC0_0000) } else { x }
 }
 
-/// Sums contributions: a single contribution is only widened. Several are widened and added in order. A
-/// partition's sum is over its contributors.
+/// Sums contributions in fp32. A lone contribution is only widened; several are added in order. A partition's sum is
+/// over its contributors.
 pub(crate) fn sum(spec: &JobSpec, contributions: &[Vec<u8>]) -> Vec<f32> {
     let decoded: Vec<Vec<f32>> =
         contributions.iter().map(|bytes| decode(bytes, spec.gradient_dtype)).collect();
@@ -260,7 +262,7 @@ pub(crate) fn sum(spec: &JobSpec, contributions: &[Vec<u8>]) -> Vec<f32> {
     total
 }
 
-/// Returns the multiplier of the summed gradient by flat element.
+/// Returns, for each flat element, the factor that turns the sum into the clipped mean.
 pub(crate) fn multipliers(spec: &JobSpec, commit: &Commit) -> Vec<f32> {
     let mut found = vec![0.0; flat_elements(spec)];
     for (range, ranks) in partitions(spec) {
@@ -272,9 +274,9 @@ pub(crate) fn multipliers(spec: &JobSpec, commit: &Commit) -> Vec<f32> {
     found
 }
 
-/// Returns the sum of squares of each block. Element i belongs to lane i % 32. A lane adds its sixteen
-/// squares of 512 elements in f32, fused, and these sums in f64. The lanes are folded as a tree. Sums beyond
-/// f32 are formed in 16 lanes of f64.
+/// Returns the sum of squares of each block. Element i belongs to lane i % 32. A lane adds 16 squares, of 512 elements,
+/// in f32 with fused operations, and adds up these sums in f64. The lanes are then folded as a tree. Sums outside f32's
+/// range are computed again in 16 lanes of f64.
 pub(crate) fn block_squares(gradient: &[f32]) -> Vec<f64> {
     let block = |block: &[f32]| {
         let mut lanes = [0.0f64; 32];
@@ -308,18 +310,18 @@ fn tree(lanes: &mut [f64]) -> f64 {
     tree(&mut lanes[..half])
 }
 
-/// Factors of a step that are the same for all elements of one param group and t.
+/// Factors of a step that are the same for all elements with one param group and t.
 struct Terms {
-    /// Learning rate over Adam's first correction, or NAdam's and Adagrad's rate of the gradient.
+    /// Learning rate over Adam's first bias correction. For NAdam and Adagrad, the factor of the gradient.
     rate: f32,
-    /// NAdam's rate of the mean.
+    /// NAdam's factor of the first moment.
     mean_rate: f32,
     inverse_root: f32,
     is_first: bool,
     ahead: Option<AheadTerms>,
 }
 
-/// Factors of the look-ahead by a step of another learning rate.
+/// Factors of the look-ahead: one more step, with a learning rate of its own.
 struct AheadTerms {
     mean: f32,
     gradient: f32,
@@ -394,14 +396,14 @@ fn adam(h: &Hyper, terms: &Terms, g: f32, master: f32, first: &mut f32, second: 
     master - terms.rate * (*first / root)
 }
 
-/// Updates Adam's moments and returns the denominator of a step.
+/// Updates Adam's moments. Returns the denominator of the step.
 fn adam_root(h: &Hyper, terms: &Terms, g: f32, first: &mut f32, second: &mut f32) -> f32 {
     *first += (g - *first) * (1.0 - h.beta1) as f32;
     *second = *second * h.beta2 as f32 + ((1.0 - h.beta2) as f32 * g) * g;
     second.sqrt() * terms.inverse_root + h.eps as f32
 }
 
-/// Returns the look-ahead of an image: the distance by which the image precedes the new weight.
+/// Returns the distance by which a look-ahead image is ahead of the new weight.
 fn ahead(
     rule: Rule,
     h: &Hyper,

@@ -1,4 +1,4 @@
-//! A naive model of the step protocol: sets and maps, searched from the start each time.
+//! A naive model of the step protocol. Its sets and maps are searched from the start each time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use longshore_proto::{
 pub(crate) enum Answer {
     Write,
     Duplicate,
-    /// The chunk is held, and was not compared.
+    /// The chunk is stored, but was not compared: it is lent, or another process sent it.
     Superseded,
     /// The chunk belongs to a decided step.
     Stale,
@@ -27,23 +27,23 @@ fn refused(name: &str) -> Answer {
     Answer::Refused(name.to_string())
 }
 
-/// (micro-step, rank, chunk)
+/// Micro-step, rank and chunk.
 type Key = (u32, u32, u32);
 
-/// The gradient of one (owned shard, step).
+/// The gradient of one owned shard for one step.
 #[derive(Default)]
 struct Gradient {
     writing: BTreeSet<Key>,
-    /// The checksum, None for a lent chunk, and the sender's incarnation.
+    /// Checksum and sender's incarnation of each stored chunk. A lent chunk has no checksum.
     stored: BTreeMap<Key, (Option<u32>, u64)>,
     summed: u32,
     summing: bool,
     loss_scale: Option<f64>,
-    /// Some element of the sum is not finite.
+    /// True if an element of the sum is not finite.
     nonfinite: bool,
 }
 
-/// How a pause began.
+/// The cause of a pause: a decision, or a request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Pause {
     Decision,
@@ -57,19 +57,19 @@ pub(crate) struct Model {
     chunks: Vec<Vec<u64>>,
     pub(crate) loading: bool,
     pub(crate) paused: Option<Pause>,
-    /// A pause or a resume was requested since the last decision.
+    /// True if a pause or a resume was requested since the last decision.
     stood: bool,
     pub(crate) version: u64,
     pub(crate) applied: u64,
-    /// The newest is last, and the machine keeps eight.
+    /// Decisions, the newest last. The machine keeps eight of them.
     pub(crate) commits: Vec<Commit>,
-    /// The loss scales of steps that read versions 1, 2, ...
+    /// Loss scales by version, from version 1: each is that of the steps that read the version.
     scales: Vec<f64>,
-    /// Number of ranks that take part.
+    /// The present world size.
     pub(crate) world_size: u32,
-    /// (incarnation, left)
+    /// Each rank's newest incarnation, and whether that process has left.
     pub(crate) ranks: Vec<Option<(u64, bool)>>,
-    /// Ranks whose newest process has fenced its predecessor and not joined yet.
+    /// Ranks whose newest process has fenced its predecessor, but has not joined yet.
     pub(crate) fence_only: Vec<bool>,
     shard_versions: Vec<u64>,
     gradients: BTreeMap<(usize, u64), Gradient>,
@@ -104,7 +104,7 @@ impl Model {
         self.version + 1 + u64::from(self.spec.max_delay)
     }
 
-    /// Returns the contributions to a micro-step of a shard.
+    /// Returns the keys of all chunks of one micro-step of a shard.
     fn keys(&self, owned: usize, micro_step: u32) -> Vec<Key> {
         let chunks = self.chunks[owned].len() as u32;
         let ranks = 0..self.world_size;
@@ -115,12 +115,12 @@ impl Model {
         self.gradients.get(&(owned, step)).is_some_and(|gradient| gradient.summed == self.spec.micro_steps)
     }
 
-    /// Returns a shard's version, and whether its next step is complete.
+    /// Returns a shard's version, and whether the gradient of the next step is complete.
     pub(crate) fn shard(&self, owned: usize) -> (u64, bool) {
         (self.shard_versions[owned], self.complete(owned, self.version + 1))
     }
 
-    /// Returns the first shard that waits for ranks, as (owned, micro-step, ranks).
+    /// Returns the first shard that waits for ranks, with the micro-step and these ranks.
     pub(crate) fn missing(&self) -> Option<(usize, u32, Vec<u32>)> {
         let step = self.version + 1;
         for owned in 0..self.owned.len() {
@@ -139,8 +139,8 @@ impl Model {
         None
     }
 
-    /// Returns the chunk of a worker with deterministic arithmetic. A lone rank's next process may compute
-    /// other bits.
+    /// Returns the chunk as a worker computes it, with the same bits each time. Only a lone rank's next process may
+    /// compute other bits.
     pub(crate) fn chunk(
         &self,
         contribution: Contribution,
@@ -166,7 +166,7 @@ impl Model {
         }
     }
 
-    /// Returns the whole gradient of the chunk's shard, lent.
+    /// Returns a lent chunk with the whole gradient of the given chunk's shard.
     pub(crate) fn lent(&self, chunk: &ContributionChunk) -> ContributionChunk {
         let owned = self.owned.iter().position(|&owned| owned == chunk.contribution.shard);
         let bytes = owned.map_or(4, |owned| self.chunks[owned].iter().sum());
@@ -188,7 +188,7 @@ impl Model {
         chunks
     }
 
-    /// Returns the chunks of a step that no buffer holds, from ranks that have joined.
+    /// Returns the chunks that a step's present micro-step still lacks. None are wanted until all ranks have joined.
     pub(crate) fn wanted(&self, step: u64) -> Vec<ContributionChunk> {
         if self.ranks.iter().take(self.world_size as usize).any(Option::is_none) {
             return Vec::new();
@@ -269,8 +269,7 @@ impl Model {
         if let Some(answer) = self.check_scale(step.0, chunk.loss_scale) {
             return answer;
         }
-        // A shard has 1 + `max_delay` gradient slots. An earlier step keeps its slot until the shard is
-        // updated.
+        // A shard has 1 + `max_delay` gradient slots. An earlier step keeps its slot until the shard's update.
         if self.shard_versions[owned] + 1 + u64::from(self.spec.max_delay) < step.0 {
             return Answer::Busy;
         }
@@ -313,7 +312,7 @@ impl Model {
         self.gradients.get_mut(&(owned, step)).expect("a ticket is for a gradient being received")
     }
 
-    /// Returns the keys of an owned shard that a chunk brings.
+    /// Returns the keys of the chunks that `chunk` stands for: all of its shard if it is lent, otherwise itself.
     fn brought(&self, chunk: &ContributionChunk) -> Vec<Key> {
         let Contribution { micro_step, rank, shard, .. } = chunk.contribution;
         let owned = self.owned.iter().position(|&owned| owned == shard).unwrap();
@@ -322,7 +321,7 @@ impl Model {
         chunks.map(|chunk| (micro_step.0, rank.0, chunk)).collect()
     }
 
-    /// Stores a chunk, once. Returns true for the last chunk of a micro-step.
+    /// Stores a chunk that was admitted. Returns true if its micro-step is complete now.
     pub(crate) fn stored(&mut self, owned: usize, chunk: &ContributionChunk) -> bool {
         let brought = self.brought(chunk);
         let gradient = self.gradient(owned, chunk.contribution.step.0);
@@ -403,7 +402,7 @@ impl Model {
         Answer::Decided
     }
 
-    /// Applies an update. An update needs a complete set, and the update before it.
+    /// Applies an update. The step must be decided and complete, and the shard must have the step before.
     pub(crate) fn updated(&mut self, owned: usize, step: u64) {
         assert!(self.complete(owned, step) && step <= self.version);
         assert_eq!(self.shard_versions[owned] + 1, step);
@@ -411,7 +410,8 @@ impl Model {
         self.gradients.remove(&(owned, step));
     }
 
-    /// The updates that can run: of each decided step the first one that is not done, after that of the step before.
+    /// Returns the updates that can run. For each decided step, the first shard that lacks it is next, if that shard
+    /// has the step before.
     pub(crate) fn updates(&self) -> Vec<(usize, u64)> {
         let behind = |step: u64| self.shard_versions.iter().position(|&version| version < step);
         let firsts = (1..=self.version).filter_map(|step| Some((behind(step)?, step)));
@@ -480,7 +480,7 @@ impl Model {
         }
     }
 
-    /// Returns whether the process already has the rank, or the refusal.
+    /// Returns true if the process has the rank already, and false if it may take the rank.
     fn take(&self, rank: u32, incarnation: u64) -> Result<bool, Answer> {
         match self.ranks.get(rank as usize) {
             None => Err(refused("UnknownRank")),
@@ -490,7 +490,7 @@ impl Model {
         }
     }
 
-    /// A process may leave twice: the first answer may be lost.
+    /// A process may send Leave again, since the first answer may be lost.
     pub(crate) fn leave(&mut self, rank: u32, incarnation: u64) -> Answer {
         let answer = self.check_rank(rank, incarnation).filter(|answer| *answer != refused("Left"));
         answer.unwrap_or_else(|| {
@@ -549,13 +549,13 @@ impl Model {
         Some(commit)
     }
 
-    /// Returns the loss scale of an undecided step that holds at least one contribution.
+    /// Returns the loss scale of an undecided step, if a contribution has set one.
     fn settled(&self, step: u64) -> Option<f64> {
         self.gradients.iter().find_map(|((_, of), gradient)| gradient.loss_scale.filter(|_| *of == step))
     }
 
-    /// Returns the loss scales of the versions that a step may read, or None if a scale is unknown. The flag
-    /// says whether a version is undecided.
+    /// Returns the loss scales of the decided versions that a step may read. None if a scale is unknown. The flag says
+    /// whether the step may also read an undecided version.
     fn known(&self, step: u64) -> (Option<Vec<f64>>, bool) {
         let reads = step.saturating_sub(1 + u64::from(self.spec.max_delay))..step;
         let decided = reads.clone().filter(|version| *version <= self.version);
@@ -573,7 +573,7 @@ impl Model {
         }
     }
 
-    /// Returns the loss scale of an honest worker.
+    /// Returns the loss scale that a worker uses which keeps to the protocol.
     pub(crate) fn scale_for(&self, step: u64) -> f64 {
         let known = self.known(step).0.and_then(|known| known.first().copied());
         self.settled(step).or(known).unwrap_or(8.0)

@@ -1,4 +1,4 @@
-//! The state machine and its model side by side, given the same random events.
+//! The state machine and its model, which get the same random events.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -17,8 +17,8 @@ use crate::common::{BLOCK, Noise, commit, spec};
 
 const OWNED: [ShardId; 2] = [ShardId(0), ShardId(2)];
 
-/// A job of three shards of five blocks, of which this server owns two. A shard has two chunks of fp32, the
-/// second shorter.
+/// Returns a job of three shards of five blocks. This server owns two of them. Each shard has two chunks of fp32, of
+/// which the second is shorter.
 fn random_spec(noise: &mut Noise) -> JobSpec {
     let mut spec = spec(&[15 * BLOCK as u64], &[0]);
     spec.shard_elements = 5 * BLOCK as u64;
@@ -29,7 +29,7 @@ fn random_spec(noise: &mut Noise) -> JobSpec {
     spec
 }
 
-/// The visible state of a machine.
+/// All that a machine shows of its state.
 type View = (Progress, Vec<RankProgress>, Option<String>, (u64, u64, f64), Vec<(Version, bool)>);
 
 pub(crate) struct Pair {
@@ -72,7 +72,7 @@ impl Pair {
     }
 
     pub(crate) fn event(&mut self) {
-        // A pause admits few other events.
+        // In a pause most events are refused, so resumes come more often.
         if self.model.paused.is_some() && self.noise.one_in(10) {
             self.resume();
         }
@@ -127,7 +127,7 @@ impl Pair {
         }
     }
 
-    /// Runs an event on both. A refused event must change nothing.
+    /// Runs an event on the machine, and compares its answer with the model's. A refused event must change nothing.
     fn check<T>(
         &mut self,
         expected: &Answer,
@@ -148,7 +148,7 @@ impl Pair {
         result.ok()
     }
 
-    /// Returns a chunk close to a wanted one, sometimes with one wrong field.
+    /// Returns a chunk that may be wanted next. Some chunks have one wrong field.
     fn random_chunk(&mut self) -> ContributionChunk {
         let noise = &mut self.noise;
         let step = self.model.version + noise.pick(&[1, 1, 1, 1, 1, 2, 2, 3, 0]);
@@ -191,7 +191,7 @@ impl Pair {
             if honest {
                 self.tickets.push(ticket);
             } else {
-                // No process would send a chunk with a wrong field again, so the bytes for this ticket never arrive.
+                // No process sends a chunk with a wrong field again, so the bytes for this ticket never arrive.
                 self.abandon(ticket);
             }
         }
@@ -242,7 +242,7 @@ impl Pair {
         self.works.extend(work);
     }
 
-    /// Forms sums in any order, and makes updates in order, like the compute thread.
+    /// Does a piece of the waiting work: any sum, or the first update. The compute thread keeps updates in order too.
     fn perform(&mut self) {
         if self.works.is_empty() {
             return;
@@ -293,7 +293,7 @@ impl Pair {
         self.decide(incarnation, decision);
     }
 
-    /// Returns a valid decision, with any next loss scale.
+    /// Returns a valid decision, with one of the possible next loss scales.
     fn decision(&mut self, step: u64) -> longshore_proto::Commit {
         let mut decision = commit(&self.spec.of_ranks(self.model.world_size), step);
         decision.skip = self.model.is_nonfinite(step) || self.noise.one_in(6);
@@ -406,8 +406,8 @@ impl Pair {
         self.check(&expected, |machine| machine.loaded(Record::new(Version(0), 0, None)), |()| Answer::Done);
     }
 
-    /// Ends pending tickets, replaces every rank, resends all chunks of the next step that are wanted, and
-    /// commits it.
+    /// Finishes the next step as workers would that keep to the protocol. Pending tickets end, every rank is replaced,
+    /// and missing chunks are sent again.
     pub(crate) fn finish_honestly(&mut self) {
         if self.model.loading {
             self.life_loaded();
@@ -455,7 +455,7 @@ impl Pair {
     }
 }
 
-/// Returns the variant's name alone.
+/// Returns the name of a refusal's variant, without its fields.
 fn name(refusal: &Refusal) -> String {
     let text = format!("{refusal:?}");
     text.split([' ', '(']).next().unwrap().to_string()

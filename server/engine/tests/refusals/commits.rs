@@ -59,12 +59,12 @@ const CASES: &[Case] = &[
     (|c| c.groups[0].lr_decay = -1.0, (Invalid, "commit.groups[0].lr_decay", AT_LEAST_0)),
     (|c| c.groups[0].lr_decay = f64::NAN, (Invalid, "commit.groups[0].lr_decay", AT_LEAST_0)),
     (|c| c.groups[0].momentum_decay = -1.0, (Invalid, "commit.groups[0].momentum_decay", AT_LEAST_0)),
-    // Step 1 is decided: the same commit again is acknowledged, and a different one is refused.
+    // Step 1 is decided. The same commit is acknowledged again, but a different one is refused.
     (
         |c| c.step = Step(1),
         (Conflict, "commit.loss_scale", &["another value for step 1", "as first decided"]),
     ),
-    // The commit is right, but rank 1's last micro-step is incomplete: shard 0 has only its first chunk.
+    // The commit is right. Rank 1's last micro-step is incomplete, with only the first chunk of shard 0.
     (
         |_| (),
         (
@@ -118,7 +118,7 @@ fn a_step_is_decided_once() {
         check(&fault, (Conflict, field, &["another value for step 1", "decided once"]));
     }
     assert_eq!(cluster.hash(), hash);
-    // A server keeps eight decisions, and forgets the first with the ninth.
+    // A server keeps eight decisions. The ninth makes the server forget the first.
     (2..10).for_each(|step| cluster.step(&flats, &commit(&spec, step)));
     let fault = cluster.commit(&decision).unwrap_err();
     check(&fault, (Precondition, "commit.step", &["is 1", "the job is at version 9", "join again"]));
@@ -128,7 +128,7 @@ fn a_step_is_decided_once() {
     check(&fault, (Precondition, "step", &["is 11", "at most 10"]));
 }
 
-/// Rank 0 must apply the servers' overflow findings, and divide by the loss scale.
+/// Rank 0 must skip a step in which servers found an overflow, and must divide by the loss scale.
 #[test]
 fn a_decision_must_fit_its_gradient() {
     for spec in [small(), longshore_proto::JobSpec { world_size: 1, micro_steps: 1, ..small() }] {
@@ -136,7 +136,7 @@ fn a_decision_must_fit_its_gradient() {
         let contributions = spec.contributions(spec.world_size);
         let mut flats: Vec<_> = (0..contributions).map(|seed| super::gradient(&spec, seed, 1.0)).collect();
         cluster.step(&flats, &Commit { loss_scale: 1.0, ..commit(&spec, 1) });
-        // Element 100 of the flat space, in shard 0.
+        // The NaN is element 100 of the flat space, in shard 0.
         flats[0][400..404].copy_from_slice(&f32::NAN.to_le_bytes());
         cluster.push(2, &flats);
         let hash = cluster.hash();
@@ -171,7 +171,7 @@ fn a_reason_to_pause_is_short() {
     midway.finish();
 }
 
-/// The job also refuses a client that ignores pauses. The same requests may be sent again after the pause.
+/// The server also refuses requests of a client that ignores the pause. The client may send them again afterwards.
 #[test]
 fn a_paused_job_takes_nothing_later_and_gives_all_there_is() {
     let midway = Midway::new();

@@ -1,4 +1,4 @@
-//! A decision leaves out exactly the parameters without a gradient.
+//! A decision must leave out exactly the parameters that got no gradient.
 
 use longshore_proto::{Commit, FaultKind, Incarnation, JobSpec, LeftOut, Rank, ShardId, StateFormat};
 
@@ -10,7 +10,8 @@ fn left(param: u32, steps: u64, now: bool) -> LeftOut {
     LeftOut { param, steps, now }
 }
 
-/// Returns the gradient without one parameter. A gradient that exists does not begin with -0.
+/// Returns the gradient without parameter `param`, whose elements all become -0. No other parameter's gradient begins
+/// with -0.
 fn without(spec: &JobSpec, flat: &[u8], param: usize) -> Vec<u8> {
     let width = spec.gradient_dtype.bytes() as usize;
     let range = &param_ranges(spec)[param];
@@ -41,7 +42,7 @@ fn a_decision_leaves_out_what_got_no_gradient() {
         let decision = Commit { left_out: list.to_vec(), ..commit(&spec, step) };
         let fault = cluster.jobs[owner].commit(cluster.incarnations[0], decision.clone()).unwrap_err();
         check(&fault, (kind, field, words));
-        // A caller that may not decide at all gets that refusal first.
+        // A caller that may not decide is refused for that first.
         if kind == Conflict {
             let fault = cluster.jobs[owner].commit(Incarnation(0), decision).unwrap_err();
             assert_eq!(fault.kind, Fenced, "{fault}");
@@ -59,7 +60,7 @@ fn a_decision_leaves_out_what_got_no_gradient() {
     assert_eq!(cluster.hash(), hash);
     cluster.commit(&Commit { left_out: vec![left(0, 1, true)], ..commit(&spec, 1) }).unwrap();
     cluster.work();
-    // A rank's gradient counts for all ranks.
+    // A gradient of a single rank counts, even if no other rank has one.
     let mut one = nothing.clone();
     one[0].clone_from(&flats[0]);
     cluster.push(2, &one);
@@ -67,7 +68,7 @@ fn a_decision_leaves_out_what_got_no_gradient() {
     refused(&cluster, 2, &[], Invalid, list, &["the 1 that follow"]);
     cluster.commit(&Commit { left_out: vec![left(0, 1, false)], ..commit(&spec, 2) }).unwrap();
     cluster.work();
-    // A skipped step changes no count, whatever gradients it got.
+    // A skipped step changes no count, even if parameters got no gradient.
     cluster.push(3, &nothing);
     let skip = Commit { skip: true, ..commit(&spec, 3) };
     let fault = cluster.jobs[owner].commit(cluster.incarnations[0], skip.clone()).unwrap_err();
@@ -75,8 +76,8 @@ fn a_decision_leaves_out_what_got_no_gradient() {
     cluster.commit(&Commit { left_out: vec![left(0, 1, false)], ..skip }).unwrap();
 }
 
-/// A server has refused a decision that another has applied. The next decision brings both to one state,
-/// whatever it leaves out.
+/// A server has refused a decision that another one has applied. The next rank 0 brings both to one state, whatever the
+/// decision leaves out.
 #[test]
 fn a_decision_that_one_server_has_applied_is_completed_on_the_other() {
     let spec = JobSpec { leave_out: true, ..small() };
@@ -97,7 +98,7 @@ fn a_decision_that_one_server_has_applied_is_completed_on_the_other() {
     check(&fault, (Conflict, "commit.left_out", &["it got a gradient"]));
     let (_, work) = other.commit(first, decision.clone()).unwrap();
     cluster.works[1 - owner].extend(work);
-    // The next process of rank 0 finds the servers at different versions.
+    // The next process of rank 0 finds two versions on the servers.
     let next = Incarnation(first.0 + 1);
     cluster.jobs.iter().for_each(|job| job.protocol.fence(Rank(0), next).unwrap());
     let (_, work) = here.commit(next, decision).unwrap();
@@ -110,7 +111,7 @@ fn a_decision_that_one_server_has_applied_is_completed_on_the_other() {
     assert_eq!((versions, cluster.exported()), (vec![1, 1], expected.exported()));
 }
 
-/// Jobs without `leave_out` treat -0 as a number.
+/// In a job without `leave_out`, -0 is a number like others.
 #[test]
 fn a_job_that_was_not_asked_to_leaves_nothing_out() {
     let spec = small();

@@ -17,7 +17,7 @@ use crate::common::{
     spec, weights,
 };
 
-/// The kind, the field, and substrings of the message.
+/// The fault's kind, its field, and substrings of its message.
 type Expected = (FaultKind, &'static str, &'static [&'static str]);
 
 #[track_caller]
@@ -32,8 +32,8 @@ fn check(fault: &Fault, (kind, field, words): Expected) {
     }
 }
 
-/// A job of two ranks and two micro-steps over two servers. Its shards have 5, 5 and 2 blocks: 2, 2 and 1
-/// chunks of fp32 gradients.
+/// A job of two ranks and two micro-steps over two servers. Its shards have 5, 5 and 2 blocks. Their fp32 gradients
+/// have 2, 2 and 1 chunks.
 fn small() -> JobSpec {
     let mut spec = spec(&[7, 11 * BLOCK as u64], &[0, 1]);
     spec.shard_elements = 5 * BLOCK as u64;
@@ -42,7 +42,7 @@ fn small() -> JobSpec {
     spec
 }
 
-/// A job in the middle of step 2. Rank 1's last micro-step has only its first chunk; all else is complete.
+/// A job in the middle of step 2. Rank 1's last micro-step has only its first chunk, and everything before is complete.
 struct Midway {
     cluster: Cluster,
     first: Vec<Vec<u8>>,
@@ -63,7 +63,7 @@ impl Midway {
         Midway { cluster, first, second }
     }
 
-    /// Finishes the step. The bits show that refused requests left no trace.
+    /// Finishes the step. The right bits then show that refused requests left no trace.
     fn finish(mut self) {
         let spec = self.cluster.spec.clone();
         self.cluster.step(&self.second, &commit(&spec, 2));

@@ -200,8 +200,8 @@ fn placements_name_each_shards_owner() {
     check(&fault, (Conflict, "placement.owners", &["as the job was opened, over 2 servers", "same servers"]));
 }
 
-/// The expected need, by hand, of 7 blocks of 65536 elements. An element has 12 bytes of AdamW state, two bf16 images
-/// (4), fp32 contributions of two ranks (8) and fp32 sums (4). Each rank has two connections of 7 MiB.
+/// The need of 7 blocks of 65536 elements is computed by hand. An element has 12 bytes of AdamW state and 4 of two bf16
+/// images. Contributions of two ranks and sums in fp32 take 8 and 4 bytes. Each rank has two connections of 7 MiB.
 #[test]
 fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     let spec = small();
@@ -227,7 +227,7 @@ fn a_job_that_does_not_fit_is_refused_with_the_shortage() {
     assert!(open(&spec, placement(&spec, 2), 0, &Budget::new(bytes)).is_ok());
 }
 
-/// Room is counted in the largest shards, so that any others fit too.
+/// Room is counted in shards of the largest size, so that any other shards fit too.
 #[test]
 fn a_server_has_room_for_the_shards_that_it_can_then_reserve() {
     let (spec, storage) = (small(), Storage::default());
@@ -245,14 +245,14 @@ fn a_server_has_room_for_the_shards_that_it_can_then_reserve() {
             let job = open(&spec, placement.clone(), 0, &budget).unwrap();
             assert_eq!(job.room(&storage), count);
             job.make_room(&[&held, &elsewhere[..count]].concat(), |_, _| Ok(())).unwrap();
-            // Shards that never came take nothing from the next plan.
+            // Room made for shards that never came does not count in the next plan.
             assert_eq!(job.room(&storage), count);
         }
     }
     assert_eq!(room(&spec, &layout, &storage, base - 1), 0);
 }
 
-/// Shards that move one by one need as much memory in all as those of an opened job.
+/// Shards that move one by one need as much memory as the shards of an opened job.
 #[test]
 fn shards_one_by_one_take_what_they_take_together_in_every_tier() {
     let dirs = vec!["a".into(), "b".into()];
@@ -283,7 +283,7 @@ fn shards_one_by_one_take_what_they_take_together_in_every_tier() {
     }
 }
 
-/// A call that costs the square of the shards would take minutes for 2^16.
+/// With time in the square of the number of shards, the call would take minutes for 2^16 shards.
 #[test]
 fn room_for_many_shards_is_reckoned_shard_by_shard() {
     let params = vec![Param { name: "all".into(), shape: vec![(BLOCK as u64) << 16], group: 0 }];
@@ -296,8 +296,9 @@ fn room_for_many_shards_is_reckoned_shard_by_shard() {
     }
 }
 
-/// The expected need, by hand. Instead of 12 bytes of fp32 state, bf16 takes three times 2. 8-bit moments take 2, 1 and
-/// 1, with a scale of 4 bytes for each 256 elements and moment. The allocated slabs have the same size.
+/// The need is computed by hand. In place of 12 bytes of fp32 state, bf16 takes three times 2 bytes. With 8-bit moments
+/// an element takes 2, 1 and 1 bytes. Each moment also has a scale of 4 bytes for each 256 elements. The allocated
+/// slabs must have the same size.
 #[test]
 fn state_in_fewer_bits_needs_fewer_bytes() {
     let elements = 7 * BLOCK as u64;

@@ -1,4 +1,4 @@
-//! Pulls of images that a server refuses.
+//! Pulls that a server refuses, and the bytes of those that it answers.
 
 use std::io::{Read, Seek};
 
@@ -30,7 +30,7 @@ fn a_version_is_there_or_not_yet_or_gone() {
     assert!(image(&midway, 1).unwrap().is_some() && image(&midway, 2).unwrap().is_some());
 }
 
-/// Returns the bytes as the kernel sends them.
+/// Returns an image's bytes as the kernel would send them.
 fn sent(bytes: &ImageBytes) -> Vec<u8> {
     let ImageBytes::Here(bytes) = bytes else { panic!("the image is in memory") };
     let mut file = tempfile::tempfile().unwrap();
@@ -51,7 +51,7 @@ fn what_is_overwritten_while_it_is_sent_has_another_checksum() {
         let job = &midway.cluster.jobs[0];
         assert!(job.lend_image(&slice, Version(2)).unwrap().is_none(), "step 2 is in flight");
         let first = job.lend_image(&slice, Version(1)).unwrap().unwrap();
-        // The second pull uses the known checksum.
+        // The second pull uses the checksum that the first one computed.
         let again = job.lend_image(&slice, Version(1)).unwrap().unwrap();
         assert_eq!((crc32(&sent(&first.bytes)), first.crc32), (again.crc32, crc32(&sent(&again.bytes))));
         let copied = job.copy_image(&slice, Version(1)).unwrap().unwrap();

@@ -51,7 +51,7 @@ const CASES: &[Case] = &[
     ),
 ];
 
-/// Pushes to server 0, whatever shard the chunk names.
+/// Pushes to server 0, even if another server owns the chunk's shard.
 fn push(
     midway: &Midway,
     chunk: &ContributionChunk,
@@ -64,7 +64,7 @@ fn push(
 fn bad_chunks_are_refused_and_change_nothing() {
     let midway = Midway::new();
     let before = midway.view();
-    // Chunk 1 of shard 0 is the next one, and chunk 0 is stored. Either way the bad field is found first.
+    // Chunk 0 of shard 0 is stored, and chunk 1 comes next. In either of them the wrong field is found first.
     for (change, expected) in CASES {
         let mut chunk = midway.cluster.chunks(2, 1, 1, &midway.second[3])[0].0;
         change(&mut chunk);
@@ -106,7 +106,7 @@ fn a_rank_pushes_its_own_partitions_and_no_other() {
     assert!(cluster.jobs[0].protocol.waiting_for().unwrap().ends_with("shard 0 from rank 1"));
 }
 
-/// In step 3 of this delayed job, a rank computes with version 1 or 2.
+/// In step 3 of this delayed job, ranks may compute with version 1 or 2. All ranks must take the same one.
 #[test]
 fn ranks_compute_a_micro_step_with_one_version() {
     let spec = JobSpec { max_delay: 1, ..super::small() };
@@ -134,7 +134,7 @@ fn ranks_compute_a_micro_step_with_one_version() {
         format!("{:?} {:?}", cluster.jobs[0].progress(), cluster.jobs[0].protocol.waiting_for()),
         before
     );
-    // A client that names no version is compared with no rank. A process that joins agrees anew.
+    // A chunk that names no version may have any. A rank that joins again may choose its version anew.
     assert_eq!(of(&cluster, 1, 0, 0), Ok(Admission::New(None)));
     cluster.join(1);
     check(&of(&cluster, 1, 0, 1).unwrap_err(), expected);
@@ -145,8 +145,8 @@ fn ranks_compute_a_micro_step_with_one_version() {
     assert_eq!(of(&cluster, 0, 0, 1), Ok(Admission::New(None)));
 }
 
-/// The fields are right and some bytes are missing. The server takes back the chunk's ticket, and its loss
-/// scale.
+/// All fields are right, but some bytes are missing. The server takes the chunk's ticket back, with the loss scale that
+/// the chunk had set.
 #[test]
 fn a_payload_shorter_than_its_chunk_is_refused_and_leaves_no_trace() {
     let midway = Midway::new();

@@ -1,4 +1,4 @@
-//! Initial weights and state that a server must not take.
+//! First weights and state that a server must not take.
 
 use std::thread;
 
@@ -15,7 +15,7 @@ use FaultKind::{Conflict, Fenced, Invalid, NotFound, Precondition};
 
 type Case = (u64, u32, u32, usize, Expected);
 
-/// Incarnation, shard, chunk, and the payload's length.
+/// Each case has incarnation, shard, chunk, the payload's length, and the expected fault.
 const CASES: &[Case] = &[
     (0, 0, 1, 1 << 18, (Fenced, "incarnation", &["incarnation is 0", "only rank 0"])),
     (1, 1, 0, 1 << 20, (NotFound, "shard", &["shard is 1", "of 3 in the job"])),
@@ -60,7 +60,7 @@ fn bad_uploads_are_refused_and_change_nothing() {
     check(&fault, (Precondition, "job.phase", &["training at version 0", "before the first step"]));
 }
 
-/// Rule, array, `applied`, and the first element.
+/// Rule, array, `applied`, first element, and the expected fault.
 type StateCase = (Rule, StateArray, Option<u64>, f32, Expected);
 
 const STATE_CASES: &[StateCase] = &[
@@ -127,14 +127,14 @@ fn one_job_is_not_filled_from_two_states() {
     let fault =
         cluster::upload(&cluster.jobs[0], Incarnation(1), (ShardId(0), ChunkId(0)), part).unwrap_err();
     check(&fault, (Conflict, "applied", &["absent (weights alone)", "be 7"]));
-    // A shard still lacks its moments.
+    // Shard 0 has master weights but no moments, so it still counts as missing.
     assert_eq!(cluster.jobs[0].progress().missing, vec![ShardId(0), ShardId(2)]);
     cluster.upload_state(&[initial.clone(), initial.clone(), vec![0.0; initial.len()]], 7, &[]);
     assert_eq!(cluster.jobs[0].progress().applied, 7);
 }
 
-/// Late copies of chunks meet the end of loading. Servers acknowledge or refuse them, and training weights
-/// never change.
+/// Late copies of chunks arrive around the end of loading. Servers acknowledge or refuse them, and never change weights
+/// that are being trained.
 #[test]
 fn uploads_of_several_threads_load_once() {
     let mut spec = small();
@@ -172,7 +172,7 @@ fn upload_all(job: &longshore_engine::job::Job, bytes: &[u8]) {
     }
 }
 
-/// The list of parameters with fewer updates. The job has two parameters.
+/// Wrong lists of parameters with fewer updates. The job has two parameters.
 #[test]
 fn bad_counts_of_updates_are_refused_and_change_nothing() {
     let (spec, steps) = (small(), |param, steps| LeftOut { param, steps, now: false });

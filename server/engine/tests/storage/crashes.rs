@@ -1,4 +1,4 @@
-//! Power failures after every write and every flush of a run, with unflushed writes lost, reordered and torn.
+//! Power failures after every write and every flush of a run. Unflushed writes are lost, reordered or torn.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::{
     references, reopen, run_steps, small, started,
 };
 
-/// Number of disk events at which each version became durable, from version 0.
+/// A recorded run. `durable` has, from version 0, the number of disk events at which each version became durable.
 struct Recorded {
     dirs: Dirs,
     events: Vec<Event>,
@@ -52,7 +52,7 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
                 "{failure:?} at {count}: version {version}, and {promised} was durable"
             );
             newer += u64::from(version > promised);
-            // Another power failure right after the recovery changes nothing, and training continues.
+            // A second power failure right after the recovery changes nothing, and training continues.
             if matches!(failure, Failure::Torn) && version < STEPS {
                 cluster.join(0);
                 run_steps(&mut cluster, version + 1..=version + 1);
@@ -60,12 +60,13 @@ fn a_crash_anywhere_goes_back_to_a_durable_version() {
             }
         };
         each_crash((&Image::new(), events), durable[0]..=events.len(), 1, promise, checked);
-        // A record may reach the disk just before its flush. Some of these runs must have shown it.
+        // A record may reach the disk just before its flush, and then the newer version counts. Some cases must show
+        // that.
         assert!(newer > 0);
     }
 }
 
-/// Recovery writes the record again, with a new epoch.
+/// A recovery writes the record again. A crash during that write must lose nothing.
 #[test]
 fn a_crash_during_recovery_loses_nothing() {
     let spec = small(1);
@@ -109,7 +110,7 @@ fn a_server_ahead_of_its_peers_steps_back() {
         let at_most = Some(longshore_proto::Version(STEPS - 1));
         let storage = Storage { at_most, ..recorded.dirs.with(image) };
         assert_eq!(check(&reopen(&spec, &storage).unwrap(), &references), STEPS - 1);
-        // An abandoned version stays gone, also when a later recovery does not ask for it.
+        // A version that a recovery gave up stays gone, even if a later recovery would take any version.
         let storage = Storage { at_most: None, ..storage };
         let mut cluster = reopen(&spec, &storage).unwrap();
         assert_eq!(check(&cluster, &references), STEPS - 1);

@@ -1,4 +1,4 @@
-//! Bit rot: tests flip one bit in each kind of byte. The store must find it before the byte is used.
+//! Bit rot: one bit flips in each kind of byte. The store must find the damage before it uses the byte.
 
 use std::{fs, os::unix::fs::FileExt, path::Path};
 
@@ -33,8 +33,8 @@ fn a_flipped_bit_in_a_slot_is_named_and_the_version_before_is_served() {
     drop(cluster);
     let references = references(&spec, 4);
     let image = disks.image();
-    // Three shards of one block each, five tables of one sector each, and two slots. Three updates ended in
-    // slot 1.
+    // The file has three shards of one block each, five tables of one sector each, and two slots. The newest version's
+    // state is in slot 1, so a bit in slot 0 does no harm.
     let shard = 12 * BLOCK as u64;
     let slots = TABLES + 5 * 4096;
     let mut noise = Noise(7);
@@ -71,11 +71,11 @@ fn a_flipped_bit_in_a_record_or_a_table_is_found() {
     let reopen = |image: Image| open(&spec, &dirs.with(image));
     let mut noise = Noise(9);
     for _ in 0..40 {
-        // A copy of either record is damaged: recovery takes the other copy.
+        // With one damaged copy of a record, recovery takes the record's other copy.
         let at = noise.below(4) as u64 * RECORDS + noise.below(600) as u64;
         let flipped = flip(&image, at, noise.below(8) as u32).unwrap();
         assert_eq!(check(&reopen(flipped).unwrap(), &references), 3, "byte {at}");
-        // Both copies of the newest record are damaged: recovery takes the version before, which is whole.
+        // With both copies of the newest record damaged, recovery takes the version before, which is whole.
         let both = flip(&image, 2 * RECORDS + noise.below(600) as u64, 1).unwrap();
         let both = flip(&both, 3 * RECORDS + noise.below(600) as u64, 1).unwrap();
         assert_eq!(check(&reopen(both).unwrap(), &references), 2);
@@ -93,7 +93,7 @@ fn a_flipped_bit_in_a_record_or_a_table_is_found() {
             }
         }
     }
-    // A version's tables: one of two state tables, and two of three image tables.
+    // Three tables belong to the recovered version: one of two state tables, and two of three image tables.
     assert_eq!(found, 3);
 }
 
@@ -122,10 +122,11 @@ fn every_flipped_byte_of_a_header_is_found() {
 #[test]
 fn inspection_reads_everything_and_says_what_can_be_recovered() {
     let block = BLOCK as u64;
-    // Bytes of a one-block shard's slot, and of its part before the second moments.
+    // Bytes of a slot of a one-block shard. The last number is the place of the second moments in the slot.
     let fp32 = (Formats::default(), 12 * block, 8 * block);
     let low = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 5 };
-    // An element takes 2 bytes and twice 1 byte. Twice 256 scales add half a sector to whole sectors.
+    // An element takes 2 bytes for the master weight and 1 for each moment. The 512 scales add half a sector, so the
+    // slot is rounded up to whole sectors.
     let low = (low, 4 * block + 4096, 3 * block + 1024);
     for (max_delay, (formats, slot_bytes, second)) in [(0, fp32), (1, fp32), (0, low), (1, low)] {
         let spec = JobSpec { formats, ..small(max_delay) };
@@ -143,7 +144,7 @@ fn inspection_reads_everything_and_says_what_can_be_recovered() {
             assert_eq!(versions, [2, 3]);
             assert!(report.versions.iter().all(|version| version.damaged.is_empty() && version.blocks > 0));
         }
-        // The second shard's first block, in the slot of version 3.
+        // The damage is in the first block of the second shard, in the slot of version 3.
         let folder = dirs.folder(1);
         let slot = u64::from(inspect(&folder).unwrap().versions[1].state_slot);
         for inside in [99, second, slot_bytes.min(second + block) - 1] {
@@ -156,7 +157,7 @@ fn inspection_reads_everything_and_says_what_can_be_recovered() {
             flip_file(&folder.join("data"), at);
         }
         if max_delay > 0 {
-            // A delayed job's images are in three slots behind those of the state.
+            // The three image slots of a delayed job lie behind the state's slots.
             let images = TABLES + 5 * 4096 + 2 * slot_bytes;
             (0..3).for_each(|slot| flip_file(&folder.join("data"), images + slot * 2 * block + 77));
             let report = inspect(&folder).unwrap();
@@ -171,14 +172,14 @@ fn images_on_the_drives_need_not_fit_in_memory() {
     let need = |spill| need_on(&spec, Storage { spill, buffers: 2, ..Storage::default() });
     let (state, all) = (need(Spill::State), need(Spill::All));
     let image = 2 * BLOCK as u64;
-    // DRAM holds two images of each of three shards, or of one shard.
+    // DRAM holds two images of each of three shards, or with `all` two images of a single shard.
     assert_eq!((state.images, all.images), (6 * image, 2 * image + 16));
-    // An image has three slots on the drives. A gradient is as long.
+    // Each image has three slots on the drives. A gradient is as long as an image.
     let gradients = 3 * spec.gradient_slots() as u64 * image;
     assert_eq!(all.disk - state.disk, 3 * 3 * image + gradients);
 }
 
-/// A store opens only with the settings that made it.
+/// A store opens only with the settings that it was made with.
 #[test]
 fn a_store_is_not_opened_with_images_elsewhere() {
     let spec = small(0);
@@ -190,7 +191,7 @@ fn a_store_is_not_opened_with_images_elsewhere() {
     assert!(open(&spec, &dirs.storage).is_ok());
 }
 
-/// Files of tier `shm` at rest: damage and a newer format are named, and nothing is deleted.
+/// Damage and a newer format in files of tier `shm` are named, and nothing is deleted.
 #[test]
 fn state_of_tier_shm_that_cannot_be_read_is_refused_and_left_as_it_is() {
     let spec = JobSpec { tier: TierKind::Shm, ..small(1) };
@@ -202,7 +203,7 @@ fn state_of_tier_shm_that_cannot_be_read_is_refused_and_left_as_it_is() {
     drop(cluster);
     let home = dirs.of(TierKind::Shm).join("test/server-0-of-1");
     let block = 4 * BLOCK as u64;
-    // The newest record is of version 4. Images come first among the buffers.
+    // The newest record is that of version 4. In the file of buffers, images come first.
     let cases = [
         ("progress", vec![40], "progress"),
         ("progress", vec![RECORDS + 40], "progress"),
@@ -233,7 +234,7 @@ fn state_of_tier_shm_that_cannot_be_read_is_refused_and_left_as_it_is() {
     assert_eq!(open(&spec, storage).unwrap().hash(), hash);
 }
 
-/// A store of tier `shm` in format 1 has places for the shards alone that it was made with.
+/// A store of tier `shm` in format 1 has places only for the shards with which it was made.
 #[test]
 fn a_tmpfs_store_of_format_1_goes_on_and_takes_no_other_shard() {
     let spec = JobSpec { tier: TierKind::Shm, ..small(1) };
@@ -241,7 +242,8 @@ fn a_tmpfs_store_of_format_1_goes_on_and_takes_no_other_shard() {
     let open = || Cluster::try_open(&spec, 2, &host(), &dirs.storage).unwrap();
     drop(open());
     let homes = [0, 1].map(|server| dirs.of(TierKind::Shm).join(format!("test/server-{server}-of-2")));
-    // A store without loaded weights is made anew in the format that its header names, so an edited header is enough.
+    // A store without loaded weights is made anew in the format that its header names. An edited header is therefore
+    // enough.
     for home in &homes {
         let header = fs::read_to_string(home.join("header.json")).unwrap();
         let older = header.replacen("\"format_version\":2", "\"format_version\":1", 1);

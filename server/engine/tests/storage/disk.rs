@@ -1,5 +1,5 @@
-//! A simulated disk, which records every write and flush. Tests can fail the power at each of them, or a
-//! single write.
+//! A simulated disk, which records every write and flush. A test can fail a single write, or the power at any of these
+//! events.
 
 use std::{
     collections::BTreeMap,
@@ -14,11 +14,11 @@ use longshore_engine::io::{Direction, Disk, OpenDisk, Request};
 
 use crate::common::Noise;
 
-/// The largest unit that a device writes whole during a power failure.
+/// The largest unit that a device still writes whole when the power fails.
 const SECTOR: usize = 512;
 const PAGE: usize = 4096;
 
-/// Images and events share pages, so that an image costs no copy of its bytes.
+/// A page of a file. Images and events share pages, so an image copies no bytes.
 type Page = Arc<[u8; PAGE]>;
 
 #[derive(Clone, Debug)]
@@ -27,14 +27,14 @@ pub(crate) enum Event {
     Flush { path: PathBuf },
 }
 
-/// The written pages of each file, by offset.
+/// The written pages of each file, by their offset.
 pub(crate) type Image = BTreeMap<PathBuf, BTreeMap<u64, Page>>;
 
 #[derive(Default)]
 struct DiskState {
     events: Vec<Event>,
     image: Image,
-    /// The write to fail (counted from 1), and its error.
+    /// Number of the write that fails, counted from 1, and its error.
     fail_write: Option<(usize, io::ErrorKind)>,
     fail_flush: Option<usize>,
     writes: usize,
@@ -83,7 +83,7 @@ pub(crate) fn flip(file: &mut BTreeMap<u64, Page>, at: u64, bit: u32) -> Option<
 }
 
 impl Disks {
-    /// A host whose disks hold `image`.
+    /// Returns a host whose disks hold `image`.
     pub(crate) fn with(image: Image) -> Disks {
         let disks = Disks::default();
         disks.state.lock().unwrap().image = image;
@@ -207,11 +207,11 @@ impl Disk for Simulated {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Failure {
     Lost,
-    /// Some writes are there and others are not, in any order.
+    /// Some writes are there, and earlier ones may be missing.
     Some,
-    /// Any sectors of each write are there.
+    /// Each write may be there with only some of its sectors.
     Torn,
-    /// Writes are torn, and sectors in flight hold neither the old bytes nor the new ones.
+    /// Writes are torn. Sectors that were just being written hold neither the old nor the new bytes.
     Garbled,
     Kept,
 }
@@ -220,8 +220,8 @@ impl Failure {
     const ALL: [Failure; 5] = [Failure::Torn, Failure::Garbled, Failure::Some, Failure::Lost, Failure::Kept];
 }
 
-/// Runs `check` on the disks after each kind of power failure, for each of these numbers of events and each seed. Equal
-/// disks under the same `promise` are checked once.
+/// Runs `check` on the disks after power failures: of each kind, after each of these numbers of events, for each seed.
+/// Equal disks with the same `promise` are checked only once.
 pub(crate) fn each_crash<P: PartialEq + Copy>(
     (before, events): (&Image, &[Event]),
     counts: RangeInclusive<usize>,
@@ -246,8 +246,8 @@ pub(crate) fn each_crash<P: PartialEq + Copy>(
     }
 }
 
-/// Returns the disks after a power failure behind the first `count` events. `before` is their content before
-/// the events.
+/// Returns the disks after a power failure behind the first `count` events. `before` has the disks' content before all
+/// events.
 pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Failure, seed: u64) -> Image {
     let mut noise = Noise(seed);
     let mut image = before.clone();
@@ -263,7 +263,7 @@ pub(crate) fn crash(before: &Image, events: &[Event], count: usize, failure: Fai
             pending.push((path, *offset, pages));
         }
     }
-    // Writes in flight together have no order, so they are shuffled.
+    // Writes that are in flight together have no order, so their order is random.
     for index in (1..pending.len()).rev() {
         pending.swap(index, noise.below(index + 1));
     }

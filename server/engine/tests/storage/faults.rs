@@ -19,7 +19,7 @@ fn refused(storage: &Storage, kind: FaultKind, words: &[&str]) -> Fault {
     fault
 }
 
-/// Fails the store in step 2 or 3. Returns the job's fault from then on.
+/// Fails the store in step 3. Returns the fault that the job gives from then on.
 fn broken(disks: &Disks, dirs: &Dirs, fail: impl Fn(&Disks)) -> Fault {
     let spec = small(1);
     let mut cluster = started(&spec, &dirs.storage);
@@ -29,7 +29,7 @@ fn broken(disks: &Disks, dirs: &Dirs, fail: impl Fn(&Disks)) -> Fault {
     cluster.push(3, &flats);
     cluster.commit(&commit).unwrap();
     let first = cluster.settle().unwrap_err();
-    // No request ever succeeds afterwards, however often it is repeated.
+    // From now on no request succeeds, however often it is repeated.
     for _ in 0..2 {
         let job = &cluster.jobs[0];
         let shard = ShardId(0);
@@ -55,8 +55,8 @@ fn a_failed_write_or_flush_is_the_end_of_the_store() {
         let kind = if (5..10).contains(&case) { FaultKind::Exhausted } else { FaultKind::Internal };
         assert_eq!(fault.kind, kind, "case {case}: {fault}");
         assert!(fault.value.contains("server-0-of-1/data"), "{fault}");
-        // A new process continues from the durable version. A record already written may count, since only
-        // its flush failed.
+        // A new process continues from the durable version. If only a flush failed, the written record of the newer
+        // version may count.
         let cluster = open(&spec, &dirs.storage).unwrap();
         let version = check(&cluster, &references(&spec, 3));
         assert!(version == 2 || (version == 3 && case >= 12), "case {case}: version {version}");
@@ -66,7 +66,7 @@ fn a_failed_write_or_flush_is_the_end_of_the_store() {
 #[test]
 fn space_is_reserved_before_anything_is_kept() {
     let mut dirs = Dirs::new(2);
-    // A tmpfs refuses more than its size. Only the spec's bytes count, and no file is touched.
+    // A tmpfs refuses more bytes than its size. The spec's bytes decide that, before any file is touched.
     dirs.storage.dirs[1] = dirs.of(TierKind::Shm).to_path_buf();
     let mut spec = small(0);
     spec.params.push(Param { name: "huge".into(), shape: vec![3 << 30], group: 0 });
@@ -105,14 +105,15 @@ fn wrong_directories_are_named_and_left_as_they_are() {
         (1, spec.clone(), ServerId(0))
     );
 
-    // Another job under the same name.
+    // A different job has the same name.
     let mut other = spec.clone();
     other.params[0].shape = vec![6];
     let fault = open(&other, &dirs.storage).err().unwrap();
     assert_eq!(fault.kind, FaultKind::Conflict);
     assert!(fault.to_string().contains("spec.params[0]"), "{fault}");
 
-    // The cases: a directory too few, one too many, one not mounted, one swapped for an empty disk.
+    // The directories are wrong in four ways: one too few, one too many, one not mounted, one swapped for an empty
+    // disk.
     let one = Storage { dirs: dirs.storage.dirs[..1].to_vec(), ..dirs.storage.clone() };
     refused(&one, FaultKind::Conflict, &["of another", "directories"].map(|_| "directories"));
     let gone = dirs.storage.dirs[1].join("missing");
@@ -126,7 +127,7 @@ fn wrong_directories_are_named_and_left_as_they_are() {
     let read_only = Storage { dirs: vec!["/sys".into()], ..dirs.storage.clone() };
     refused(&read_only, FaultKind::Precondition, &["/sys", "right to read and write"]);
 
-    // After all that the job is unchanged, also with the directories named in another order.
+    // After all these refusals the job is unchanged. The order in which the directories are named does not matter.
     dirs.storage.dirs.reverse();
     let cluster = open(&spec, &dirs.storage).unwrap();
     assert_eq!(check(&cluster, &references(&spec, 3)), 3);
@@ -134,7 +135,7 @@ fn wrong_directories_are_named_and_left_as_they_are() {
     assert!(dirs.storage.dirs.iter().all(|dir| fs::read_dir(dir).unwrap().count() == 0));
 }
 
-/// A commit before the last version is durable would let a crash take back a decided step.
+/// If a step were decided before the version before is durable, a crash could take back a decided step.
 #[test]
 fn nothing_is_decided_before_the_last_version_is_durable() {
     let spec = small(0);

@@ -1,5 +1,5 @@
-//! Joins outlive the server: a replaced process stays fenced after a restart and a step back, whatever a
-//! crash does to the writes.
+//! Joins outlive the server. A replaced process stays fenced after a restart and a step back, whatever a crash does to
+//! the writes.
 
 use longshore_engine::tier::Storage;
 use longshore_proto::{Fault, FaultKind, Incarnation, Rank, TierKind, Version};
@@ -43,8 +43,7 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         run_steps(&mut cluster, 4..=4);
         assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(2), None), Ok(true));
         assert_eq!(check(&cluster, &references(&spec, 4)), 4);
-        // A third process that has only fenced ends the second process's rights for good. The third still has
-        // to join.
+        // A third process fences the second one for good, even before the third joins.
         cluster.jobs[0].protocol.fence(Rank(0), Incarnation(3)).unwrap();
         cluster.jobs[0].protocol.keep_joined().unwrap();
         drop(cluster);
@@ -64,7 +63,7 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
     }
 }
 
-/// The caller names the decision that is taken back, and no other is.
+/// The caller names the decision to take back, and the server takes back no other.
 #[test]
 fn a_step_back_fences_and_a_refused_one_changes_nothing() {
     let (spec, dirs) = (small(0), Dirs::new(1));
@@ -87,7 +86,7 @@ fn a_step_back_fences_and_a_refused_one_changes_nothing() {
     assert_eq!(back(9, 2, by), Ok(true));
     is_fenced(&cluster, 1);
     assert_eq!(back(9, 1, by), Ok(false));
-    // No decision comes between the comparison and the end.
+    // No decision may come between the comparison and the job's end on this server.
     let decided = cluster.jobs[0].commit(Incarnation(9), step_of(&spec, 3).1);
     assert_eq!(decided.unwrap_err(), ended);
 }
@@ -125,7 +124,7 @@ fn a_damaged_table_of_ranks_is_read_from_its_copy_or_named() {
     cluster.join(0);
     run_steps(&mut cluster, 1..=1);
     drop(cluster);
-    // Two tables of two copies, a sector each. The second table lies before the first.
+    // The file has two tables, each in two copies of a sector. The copies of the newer table come first.
     let flip = |copy: u64| disks.flip("ranks", copy * 4096 + 70, 3);
     flip(0);
     assert_eq!(joined(&open(&spec, &dirs.storage).unwrap()), (2, 0));

@@ -1,5 +1,5 @@
-//! Promise 3 on disk: after any fault of a server or its disks, the job continues from a decided version.
-//! Otherwise the server names the wrong file and the reason, and changes nothing.
+//! Promise 3 on disk: after any fault of a server or its disks, the job continues from a decided version. If that is
+//! impossible, the server names the file and the reason, and changes nothing.
 
 mod crashes;
 mod damage;
@@ -33,7 +33,7 @@ use crate::common::{
     spec, weights,
 };
 
-/// A job of three shards of one and two blocks.
+/// Returns a job of three shards, of one block each.
 fn small(max_delay: u32) -> JobSpec {
     let mut spec = spec(&[5, 2 * BLOCK as u64 + 9], &[0, 1]);
     (spec.tier, spec.max_delay) = (TierKind::Nvme, max_delay);
@@ -42,7 +42,7 @@ fn small(max_delay: u32) -> JobSpec {
 }
 
 impl Dirs {
-    /// Directories on simulated disks.
+    /// Returns directories on simulated disks.
     fn on(disks: &Disks, count: usize) -> Dirs {
         let mut dirs = Dirs::new(count);
         dirs.storage.disks = Some(Arc::new(disks.clone()));
@@ -74,7 +74,7 @@ fn open(spec: &JobSpec, storage: &Storage) -> Result<Cluster, Fault> {
     Cluster::try_open(spec, 1, &host(), storage)
 }
 
-/// Opens a job that this process just closed. The thread of a snapshot may hold its folder a moment longer.
+/// Opens a job that this process has just closed. A snapshot's thread may keep the job's folder in use a moment longer.
 fn reopen(spec: &JobSpec, storage: &Storage) -> Result<Cluster, Fault> {
     let until = Instant::now() + Duration::from_secs(10);
     loop {
@@ -107,7 +107,7 @@ fn step_of(spec: &JobSpec, step: u64) -> (Vec<Vec<u8>>, longshore_proto::Commit)
     (vec![gradient(spec, 100 + step, 1.0)], commit)
 }
 
-/// Returns references after 0, 1, ... steps.
+/// Returns the references after 0, 1, ... `steps` steps.
 fn references(spec: &JobSpec, steps: u64) -> Vec<Reference> {
     let mut all = vec![Reference::new(spec, &weights(spec, 1))];
     for step in 1..=steps {

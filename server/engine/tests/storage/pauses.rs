@@ -12,7 +12,7 @@ use super::{
 
 const REASON: &str = "step 2 overflowed at the smallest loss scale";
 
-/// A job at version 2, paused by its decision.
+/// Returns a job at version 2 that its last decision has paused.
 fn paused(spec: &JobSpec, storage: &Storage) -> Cluster {
     let mut cluster = started(spec, storage);
     for step in 1..=2 {
@@ -56,7 +56,7 @@ fn a_pause_and_its_end_survive_every_power_failure() {
             assert!(begun || found == still, "{failure:?}: nobody has resumed it");
             assert!(!answered || found == over, "{failure:?}: the resume was answered");
             assert_eq!(cluster.hash(), expected);
-            // A repeated resume changes nothing, or takes effect if the first one was lost.
+            // A second resume changes nothing, or takes effect if the crash lost the first one.
             assert_eq!(cluster.jobs[0].protocol.resume(Some(Version(2)), 0.5), Ok(true));
             assert_eq!(self::found(&cluster), over);
         };
@@ -87,7 +87,7 @@ fn pauses_survive_a_killed_process_on_both_tiers() {
             Ok(true),
             "a late copy of the call"
         );
-        // Rank 0 alone asks for the pause, at the same version, and asks again.
+        // Rank 0 requests a pause without a decision, several times at the same version.
         for round in 0..3 {
             cluster.join(0);
             let reason = format!("the data of round {round}");
@@ -97,7 +97,7 @@ fn pauses_survive_a_killed_process_on_both_tiers() {
                 Ok(true),
                 "it keeps its reason"
             );
-            // Servers of a job change between two steps, and the record is written anew.
+            // A change of servers between two steps writes the record anew, and the pause must stay in it.
             let placement = cluster.jobs[0].placement();
             let placement = Placement { epoch: Epoch(placement.epoch.0 + 1), ..placement };
             let incarnation = cluster.incarnations[0];

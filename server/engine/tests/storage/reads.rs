@@ -1,4 +1,4 @@
-//! Pulls of images on drives, and prefetches ahead of them. In any order, a pull gets the bits of its
+//! Pulls of images on drives, and prefetches ahead of them. In any order of events, a pull gets the bits of its
 //! version, or a fault that the version is gone.
 
 use std::{
@@ -24,7 +24,7 @@ use super::{
     need, references, run_steps, small, started,
 };
 
-/// Three shards, the largest of ten blocks. A chunk has eight blocks.
+/// Returns a job of three shards, the largest of ten blocks. A chunk holds eight blocks.
 fn wide(max_delay: u32) -> JobSpec {
     let mut spec = small(max_delay);
     (spec.params[0].shape, spec.params[1].shape) = (vec![12 * BLOCK as u64], vec![13 * BLOCK as u64 + 9]);
@@ -62,7 +62,7 @@ fn chunks(job: &Job) -> Vec<Slice> {
     job.opened().iter().flat_map(of_shard).collect()
 }
 
-/// Pulls a slice, if its version is there.
+/// Pulls a slice. Returns None if its version is not there.
 fn pulled(job: &Job, slice: &Slice, version: u64) -> Option<Vec<u8>> {
     match job.copy_image(slice, Version(version)) {
         Ok(found) => found.map(|Pulled { bytes, crc32: sum, .. }| {
@@ -70,7 +70,7 @@ fn pulled(job: &Job, slice: &Slice, version: u64) -> Option<Vec<u8>> {
             bytes
         }),
         Err(fault) => {
-            // The version is gone, or not decided yet.
+            // The version is gone, or is not decided yet.
             assert!(matches!(fault.kind, FaultKind::NotFound | FaultKind::Precondition), "{fault}");
             assert_eq!(fault.field, "version", "{fault}");
             None
@@ -78,8 +78,8 @@ fn pulled(job: &Job, slice: &Slice, version: u64) -> Option<Vec<u8>> {
     }
 }
 
-/// Three readers pull any slices of versions around the newest while steps run. Each also announces slices
-/// that it never pulls.
+/// Beside steps, three readers pull any slices of versions around the newest one. Each also announces slices that it
+/// never pulls.
 #[test]
 fn pulls_beside_steps_have_the_bits_of_their_version() {
     const STEPS: u64 = 7;
@@ -136,7 +136,7 @@ fn pulls_beside_steps_have_the_bits_of_their_version() {
     }
 }
 
-/// Prefetched data stays right or is not served after its slot has a newer version.
+/// After a slot has a newer version, data that was read ahead from there is right or is not served.
 #[test]
 fn what_was_read_ahead_is_never_served_for_a_newer_version() {
     const STEPS: u64 = 9;
@@ -150,7 +150,7 @@ fn what_was_read_ahead_is_never_served_for_a_newer_version() {
             for version in [step, step - 1] {
                 job.read_ahead(&slice, Version(version));
             }
-            // A version that does not exist yet.
+            // The announced version does not exist yet.
             job.read_ahead(&slice, Version(step + 1));
         }
         for version in 0..=step {
@@ -200,7 +200,7 @@ fn a_flipped_bit_of_what_was_read_ahead_is_found_before_it_is_sent() {
         let mut cluster = started(&spec, &dirs.storage);
         run_steps(&mut cluster, 1..=1);
         let job = &cluster.jobs[0];
-        // The image window has two images. The first shard's image is on the drive alone.
+        // DRAM has room for two images, so the first shard's image is only on the drive.
         let slice = chunks(job)[0];
         let image = part_of(job, &references(&spec, 1)[1].image, &slice).to_vec();
         let at = disks.find("data", &image[..4096]).expect("the image's first page");
@@ -213,12 +213,12 @@ fn a_flipped_bit_of_what_was_read_ahead_is_found_before_it_is_sent() {
         for word in ["server-0-of-1/data", "image of shard 0, block 0", "CRC-64"] {
             assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
         }
-        // The store has failed for good.
+        // After that the store refuses every pull.
         assert_eq!(job.copy_image(&chunks(job)[1], Version(1)).err().unwrap(), fault);
     }
 }
 
-/// The next owner of a shard asks for a chunk of one array after the other.
+/// The next owner of a shard asks for one array after the other, a chunk at a time.
 #[test]
 fn a_shard_that_is_handed_over_is_read_block_by_block() {
     let (spec, disks) = (wide(0), Disks::default());
@@ -243,7 +243,7 @@ fn a_shard_that_is_handed_over_is_read_block_by_block() {
             }
         }
     }
-    // A checksum covers a block of three arrays.
+    // A checksum covers a block of all three arrays, so each byte may be read up to three times.
     assert!(disks.read_bytes() - before <= 3 * bytes, "{bytes}");
     let last = *job.opened().last().unwrap();
     let page = read(last, 1, 0..4096).unwrap();
@@ -252,7 +252,7 @@ fn a_shard_that_is_handed_over_is_read_block_by_block() {
     assert!(fault.kind == FaultKind::Corrupt && fault.value.contains("block 0 of it"), "{fault}");
 }
 
-/// The read window covers the possible pulls, and at most twelve chunks.
+/// The read window has room for all chunks of a job that has few, and for twelve chunks at most.
 #[test]
 fn memory_for_pulls_does_not_grow_with_the_model() {
     let buffers = |chunks: u64| {

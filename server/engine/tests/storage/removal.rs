@@ -1,5 +1,5 @@
-//! A created or deleted job is there whole or gone, after any interruption. Unreadable files are never
-//! destroyed by accident.
+//! A created or deleted job is there whole or gone, whatever interrupts the call. Unreadable files are never destroyed
+//! by accident.
 
 use std::{
     env, fs,
@@ -24,7 +24,7 @@ fn job(tier: TierKind) -> JobSpec {
     JobSpec { tier, ..small(0) }
 }
 
-/// Returns storage in two state directories, or in one on a tmpfs.
+/// Returns storage in two state directories, or in one folder of a tmpfs.
 fn storage(root: &Path, tier: TierKind) -> Storage {
     let dirs = [root.join("a"), root.join("b")];
     dirs.iter().for_each(|dir| fs::create_dir_all(dir).unwrap());
@@ -68,7 +68,7 @@ fn a_job_whose_creation_or_deletion_is_killed_is_there_whole_or_gone() {
             match found.jobs.len() {
                 0 => {
                     gone += 1;
-                    // The job's folder may stay, empty.
+                    // The folder of the job may stay, but only if it is empty.
                     let is_empty = |path: PathBuf| fs::read_dir(path).is_ok_and(|mut of| of.next().is_none());
                     let left = dirs.iter().flat_map(|dir| fs::read_dir(dir).unwrap());
                     let left = left.filter(|of| !is_empty(of.as_ref().unwrap().path())).count();
@@ -94,7 +94,8 @@ fn find(dir: &Path, what: &str) -> PathBuf {
     found.into_iter().find(|path| path.file_name().unwrap().to_string_lossy().contains(what)).unwrap()
 }
 
-/// A process may die between two directories: one folder is marked as deleted, and the other is unchanged.
+/// A process may die between two directories of a deletion. The folder in one of them is then marked as deleted, and
+/// the other folder is unchanged.
 #[test]
 fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
     let spec = small(0);
@@ -102,7 +103,7 @@ fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
     for (marked, other) in [(0, 1), (1, 0)] {
         drop(started(&spec, &dirs.storage));
         let home = dirs.folder(marked);
-        // A deletion renames the folder to this.
+        // A deletion first renames the folder to `mark`.
         let aside = dirs.storage.dirs[marked].join("aside");
         let header = fs::read_to_string(home.join("header.json")).unwrap();
         let store: u64 =
@@ -114,7 +115,7 @@ fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
         finish_interrupted(&dirs.storage.dirs);
         assert!(dirs.storage.dirs.iter().all(|dir| fs::read_dir(dir).unwrap().count() == 0));
     }
-    // Another store's mark does not affect this one.
+    // The mark of another store does not affect this one.
     drop(started(&spec, &dirs.storage));
     fs::create_dir(dirs.folder(0).with_file_name("~deleted-0000000000000007-server-0-of-1")).unwrap();
     finish_interrupted(&dirs.storage.dirs);
@@ -124,8 +125,8 @@ fn a_store_of_which_one_folder_is_marked_deleted_is_deleted() {
     );
 }
 
-/// A process may die between two directories of a new store. Both folders are then complete, and one is not in its
-/// place.
+/// A process may die between two directories of a new store. Both folders are then complete, but one still has its
+/// temporary name.
 #[test]
 fn a_store_of_which_one_folder_is_in_its_place_is_finished() {
     let spec = small(0);
@@ -135,14 +136,14 @@ fn a_store_of_which_one_folder_is_in_its_place_is_finished() {
     fs::rename(dirs.folder(1), &new).unwrap();
     drop(open(&spec, &dirs.storage).unwrap());
     assert!(dirs.folder(1).exists() && !new.exists());
-    // A store without any folder in its place never existed.
+    // A store none of whose folders has its final name never existed.
     for directory in 0..2 {
         let new = dirs.folder(directory).with_file_name("~new-server-0-of-1");
         fs::rename(dirs.folder(directory), new).unwrap();
     }
     finish_interrupted(&dirs.storage.dirs);
     assert!(dirs.storage.dirs.iter().all(|dir| fs::read_dir(dir).unwrap().count() == 0));
-    // An empty folder may be another server's, and a job of its name begins there.
+    // An empty folder may belong to another server. A job of its name can still begin there.
     let empty = dirs.storage.dirs[1].join(spec.name.as_str());
     fs::create_dir(&empty).unwrap();
     finish_interrupted(&dirs.storage.dirs);
@@ -166,7 +167,7 @@ fn files_without_a_header_are_not_written_over() {
         }
         let found = stored_jobs(std::slice::from_ref(&dir));
         assert_eq!((found.jobs.len(), found.unreadable.len()), (0, 1), "the server must know of it");
-        // With its header put back, the folder is the same job again; given up, the job is gone.
+        // Once its header is put back, the folder is the job again. Without a header, the operator can give the job up.
         fs::write(&header, &bytes).unwrap();
         assert!(open(&spec, storage).is_ok());
         fs::remove_file(&header).unwrap();

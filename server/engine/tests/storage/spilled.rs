@@ -1,5 +1,5 @@
-//! Gradients on the drives: memory does not grow with the model, and every gradient used has the bits that
-//! were sent.
+//! Gradients on the drives: memory does not grow with the model. Every gradient that is used has the bits that were
+//! sent.
 
 use std::io::ErrorKind;
 
@@ -26,22 +26,23 @@ fn memory_for_gradients_does_not_grow_with_the_model() {
     let block = BLOCK as u64;
     let grown = |extra: u64, spill| {
         let mut spec = spec.clone();
-        // A block for each shard, and the largest shard still has two.
+        // More blocks mean more shards, and the largest shard stays as large as before.
         spec.params[0].shape = vec![extra * block];
         let need = need(&spec, spill);
         (need.contributions + need.accumulators, need.disk)
     };
     let (few, many) = (grown(2, Spill::All), grown(402, Spill::All));
     assert_eq!(few.0, many.0);
-    // The images of a delayed job are on the drives whatever spills.
+    // A delayed job has its images on the drives with either setting of `spill`.
     let state = (grown(2, Spill::State), grown(402, Spill::State));
-    // Two slots of four 2-byte contributions and a 4-byte sum, in memory or on the drives.
+    // A gradient has two slots. Each slot has four contributions of 2 bytes and a sum of 4 bytes, in memory or on the
+    // drives.
     let gradients = 400 * block * 2 * (4 * 2 + 4);
     assert_eq!(state.1.0 - state.0.0, gradients);
     assert_eq!((many.1 - few.1) - (state.1.1 - state.0.1), gradients);
 }
 
-/// `longshore plan` prints this figure for a step.
+/// `longshore plan` prints the computed bytes that a step writes, so they must be right.
 #[test]
 fn a_step_writes_what_was_computed_before() {
     for (spill, max_delay, micro_steps, resident) in [
@@ -66,7 +67,7 @@ fn a_step_writes_what_was_computed_before() {
         step(1);
         step(2);
         let (written, computed) = (step(3), need(&spec, spill).written);
-        // `computed` leaves out tables and records, which take less than 128 KiB in a job this small.
+        // `computed` omits tables and records, which take less than 128 KiB in a job of this size.
         assert!(
             (computed..computed + (1 << 17)).contains(&written),
             "{spill:?}: {written} against {computed}"
@@ -107,7 +108,7 @@ fn a_flipped_bit_in_a_gradient_is_found_before_it_is_used() {
         let (flats, commit) = step_of(&spec, 1);
         let flats = vec![flats[0].clone(); micro_steps as usize];
         cluster.push(1, &flats);
-        // The last shard's contribution, or the sum behind it.
+        // The bit is in the last shard's contribution. With micro-steps it is in the sum behind the contributions.
         let slot = BLOCK as u64 * if micro_steps > 1 { 6 } else { 2 };
         let last = cluster.layout.shards() as u64 - 1;
         let at = last * slot + if micro_steps > 1 { 2 * BLOCK as u64 } else { 0 } + 4099;
@@ -124,7 +125,7 @@ fn a_flipped_bit_in_a_gradient_is_found_before_it_is_used() {
     }
 }
 
-/// An incomplete chunk frees its buffer for others.
+/// A chunk that stays incomplete gives its buffer back for others.
 #[test]
 fn chunks_that_do_not_come_whole_leave_their_buffers() {
     let spec = small(0);
