@@ -98,7 +98,7 @@ def passing(drive: str | os.PathLike[str], spill: Literal["state", "all"]) -> Se
     places = [os.path.join(folder, name) for name in ("state", "checkpoints")]
     for place in places:
         os.mkdir(place)
-    # One checkpoint is enough: only engines have such a server, and they copy each save out of its folder.
+    # A single checkpoint is enough: only engines have such a server, and they copy each save out of its folder.
     server = Server(state_dirs=places[:1], spill=spill, checkpoint_dir=places[1], checkpoint_keep=1)
     server.is_passing = True
     return server

@@ -145,7 +145,7 @@ class Fetcher:
         self._copies = Copies(rounds, memory)
         self.staging = Staging()
         self._streams: dict[torch.device, Any] = {}
-        # One thread, so that weights are read in the order of their requests.
+        # A single thread, so that weights are read in the order of their requests.
         self._thread = ThreadPoolExecutor(1, "longshore-fetch")
         self.is_at_hand = False
         self._is_closed = False
