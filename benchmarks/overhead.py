@@ -102,6 +102,7 @@ def _streamed(optimizer: longshore.AdamW, params: list[tuple[str, nn.Parameter]]
     def step() -> None:
         for _, parameter in params:
             parameter.data_ptr()  # as forward does: the use reads awaited weights
+        stream._step.running.add(-1)  # as a backward's first gradient does: the others take the short way
         for (_, parameter), gradient in zip(reversed(params), reversed(gradients), strict=True):
             parameter.grad = gradient
             stream._take(parameter)
