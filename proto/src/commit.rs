@@ -92,7 +92,7 @@ impl Commit {
 /// Correction of the delay: the difference between a version's images and its master weights z.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub enum Correction {
-    /// Images are `cast(z)`. Exact steps and evaluations read such images.
+    /// Images are the master weights z, rounded to the image dtype. Exact steps and evaluations read such images.
     #[default]
     None,
     /// Images are ahead of z by the known part of the next step; docs/protocol.md has the formula. The learning rates

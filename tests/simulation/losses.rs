@@ -369,7 +369,7 @@ impl Cluster {
             .zip(&self.addresses)
             .find(|(server, of)| *of == address && !self.sim.is_silent(server.process));
         if let Some((server, _)) = alive {
-            // The job has moved to the given-up server meanwhile, so the last state of a shard is there.
+            // The job has moved to the given-up server meanwhile, and the server may have the last state of a shard.
             if server.last_after(wanted.clone()).is_some() {
                 self.is_beyond.store(true, Relaxed);
                 return true;

@@ -106,7 +106,7 @@ struct Cluster {
     is_beyond: AtomicBool,
     /// The placement's epoch when the last step of a job with replicas was set. Each shard had two holders then.
     whole_at: Mutex<Option<Epoch>>,
-    /// Time until which ranks may end because of a lost server.
+    /// Until this time a rank may end with an error, since a server was lost.
     may_end: Mutex<Duration>,
     /// The processes of each rank, the newest last.
     ranks: Mutex<Vec<Vec<Process>>>,

@@ -60,7 +60,7 @@ pub(crate) struct Disk {
 
 /// The job in a server's memory.
 struct Instance {
-    /// A number that tells this opening of the job from the next, so that tasks of an earlier one end.
+    /// Number of this opening of the job. Tasks compare the number, and end once the job is opened again.
     life: u64,
     machine: Machine,
     /// The shard of each entry of `state`.

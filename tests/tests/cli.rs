@@ -251,7 +251,7 @@ fn a_run_beside_checkpoints_says_how_to_go_on_from_them() {
     }
 }
 
-/// `status` that is asked of some of a job's servers names the missing ones.
+/// `status` of some of a job's servers names the job's other servers.
 #[test]
 fn status_of_some_servers_says_that_others_are_missing() {
     let servers = server::servers(2, &ServerOptions::new());

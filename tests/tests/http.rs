@@ -347,8 +347,7 @@ fn silent_and_endless_requests_end_and_hold_up_neither_training_nor_other_reader
         assert!(asked.elapsed() < Duration::from_secs(5), "{path} after {:?}", asked.elapsed());
     }
     worker.until_step(8);
-    // The server ends silent connections: an early one to make room for later ones, the last one at its
-    // deadline.
+    // The server ends silent connections: the first one to make room for others, the last one at its deadline.
     for mut stream in [&flood[0], &flood[319]] {
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let ended = stream.read(&mut [0; 64]);

@@ -1,4 +1,4 @@
-//! `longshore inspect` of servers' folders: whole ones, those in use, damaged ones, and those on a tmpfs.
+//! `longshore inspect` of servers' folders: whole, in use, damaged, and on a tmpfs.
 
 use std::{
     fs::{self, OpenOptions},

@@ -470,7 +470,7 @@ fn a_server_that_a_job_has_left_may_stop() {
     let mut running = train.clone().servers(&addresses[..1]).start();
     running.until_step(3);
     must_scale(&servers[..1], &[&servers[1]], &["--wait"]);
-    // Each decision is three steps behind the one that every rank knows.
+    // Some steps after the move, rank 0 ends the job on the server that it left.
     running.until_steps(10);
     eventually("the end of the job on the server that it left", || {
         status(&addresses[..1]).is_empty().then_some(())

@@ -81,7 +81,7 @@ impl Budget {
         self.inner.total - self.reserved()
     }
 
-    /// Reserves up to `bytes` for a while, as many whole `unit`s as are free.
+    /// Reserves as many whole `unit`s as are free, at most `bytes`, until the result is dropped.
     pub fn lease(&self, bytes: u64, unit: u64) -> Reservation {
         let mut reserved = crate::lock(&self.inner.reserved);
         let free = self.inner.total - *reserved;

@@ -200,7 +200,7 @@ impl Services {
         let is_named =
             |(index, address): (usize, &String)| !address.is_empty() && !servers[..index].contains(address);
         let most = MAX_SERVERS.min(handle.job.layout().shards() as usize);
-        // A request that names only lost servers is no wish, so it names no servers for the job.
+        // A request may only report lost servers. Such a request is no wish, and has no list of servers.
         let is_word = servers.is_empty() && !request.lost.is_empty();
         if servers.is_empty() && !is_word || servers.len() > most || !servers.iter().enumerate().all(is_named)
         {

@@ -42,7 +42,7 @@ const MESSAGES_AHEAD: usize = 2;
 /// four requests of a MiB.
 const READS_AHEAD: usize = 4;
 
-/// Memory of one slice of a pull, which the call holds as received and as kept.
+/// Memory of one slice of a pull. The call holds each slice twice: in the request's message, and in its own list.
 const SLICE_BYTES: usize = 2 * size_of::<Slice>();
 
 /// Answers a Pull call, whose connection has this `room`.

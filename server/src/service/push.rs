@@ -74,7 +74,7 @@ struct Stream {
     taps: Option<Taps>,
     /// Bytes from h2 that the intake has not taken yet.
     rest: Bytes,
-    /// The stream's claim to bypass h2, if it is marked.
+    /// Claim of a marked stream to bypass h2, until the bytes in `rest` are taken and the claim is installed.
     following: Option<Claim>,
     claim: Option<Claim>,
     ended: bool,

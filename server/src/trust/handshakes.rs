@@ -121,7 +121,7 @@ async fn turn_away(mut socket: TcpStream) -> io::Error {
         while socket.read(&mut [0; 256]).await? > 0 {}
         io::Result::Ok(())
     };
-    // The outcome of sending is not logged; the first byte already tells the cause.
+    // The outcome of sending is not logged: the peer's first byte is the cause already.
     let _ = timeout(2 * FOR_A_CALL, said).await;
     io::Error::new(io::ErrorKind::InvalidData, "the other end speaks without TLS")
 }

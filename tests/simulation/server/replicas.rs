@@ -1,5 +1,5 @@
-//! A simulated server's part in the loss of another one: it takes the operator's command, and says which states its
-//! replicas have.
+//! A simulated server's part in the loss of another server: it takes the operator's command, and names the states of
+//! its replicas.
 
 use std::collections::BTreeMap;
 

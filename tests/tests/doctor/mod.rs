@@ -214,7 +214,7 @@ fn a_server_is_stopped() {
     finds(&output, &format!("server {}", server.address()), "bad", &["silent", "stopped"]);
 }
 
-/// A stock server answers with what a server of this version would not.
+/// A stock server gives answers that no server of this version gives.
 #[test]
 fn a_server_answers_and_is_not_as_it_should_be() {
     let list = ListJobsResponse {

@@ -104,7 +104,7 @@ struct Target<'a> {
     address: &'a str,
     http: String,
     tls: Option<&'a Strangers>,
-    /// The last version of [`BEFORE`].
+    /// The last version of the job [`BEFORE`].
     version: u64,
 }
 

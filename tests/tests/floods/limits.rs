@@ -133,7 +133,7 @@ impl Bed {
     }
 }
 
-/// Checks all columns but that of connections. The row's threads are those of one job, so `jobs` multiplies them.
+/// Checks all columns except connections. A row has the threads of one job, so `jobs` multiplies them.
 #[track_caller]
 fn check(row: &str, held: &Held, memory: u64, (jobs, disk): (u64, u64)) {
     let threads = jobs * figures(row, THREADS).iter().sum::<u64>();

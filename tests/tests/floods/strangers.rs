@@ -38,7 +38,8 @@ pub(super) enum Stop {
     HalfRecord,
 }
 
-/// A server's folders, and the strangers' credentials. `worker` is the identity that trains.
+/// A server's folders, and the strangers' credentials. Strangers may show the token of the identity `reader`; the
+/// identity `worker` trains.
 pub(super) struct Strangers {
     pub(super) folders: Folders,
     config: Arc<ClientConfig>,

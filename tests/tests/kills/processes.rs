@@ -50,7 +50,7 @@ struct World {
     train: Train,
     ranks: Vec<Running>,
     done: u64,
-    /// True until the start of rank 0's present process was read.
+    /// True until the start event of rank 0's present process was read.
     is_new: bool,
 }
 

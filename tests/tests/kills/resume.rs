@@ -38,7 +38,7 @@ fn survives(kills: u64) {
             ranks.iter_mut().for_each(|rank| rank.process.kill());
             let one = random.below(3) as usize;
             for (index, server) in bed.servers.iter_mut().enumerate() {
-                // For `one` of 0 or 1 that server lives, and for 2 both are killed.
+                // Server `one` lives. If `one` is 2, both servers are killed.
                 if one != index {
                     server.kill_and_restart();
                     left = left.saturating_sub(1);

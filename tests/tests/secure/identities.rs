@@ -216,7 +216,8 @@ fn all_is_on_record(server: &Longshored, who: &str, jobs: &[(String, &str, bool)
         // A call without the role is refused before its message, which names the job, is read.
         let named = if *denied { String::new() } else { job.to_string() };
         assert_eq!(line["job"], format!("{named:?}"), "{who}, {call}: {line}");
-        // A missing job is another reason to refuse, and each refusal names its reason.
+        // The job is missing, so calls of the role are refused too. Only a call without the role is refused for its
+        // identity.
         assert_eq!(line["outcome"], "refused", "{who}, {call}: {line}");
         let why = line["why"].as_str().unwrap_or_default();
         assert_eq!(why.starts_with(&format!("identity is {who}")), *denied, "{who}, {call}: {line}");

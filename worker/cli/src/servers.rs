@@ -250,8 +250,7 @@ impl Servers {
             self.wholes(job).into_iter().filter_map(|(_, answer)| answer.ok()).collect();
         let found = begun(found.iter());
         let newest = found.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
-        // Members are told by their numbers. Servers may be named as they are reached from here, and not as ranks dial
-        // them.
+        // Members are identified by their numbers, since an address here may differ from the address that ranks dial.
         let is_named = |server: u32| found.clone().any(|answer| answer.server == server);
         let members = newest.into_iter().flat_map(|of| (0..).zip(&of.servers));
         let missing = members.filter(|(server, address)| !address.is_empty() && !is_named(*server));

@@ -55,7 +55,7 @@ impl Cluster {
         };
         lost.extend(known);
         for (number, peer) in numbers.into_iter().zip(asked.clone()) {
-            // The address tells the number of a member that is slow to answer.
+            // A member that is slow to answer has not given its number. Its address gives the number.
             let of_address = || {
                 let is_it = |of: &ServerId| placement.servers[of.0 as usize] == peer.address;
                 placement.members().find(is_it)

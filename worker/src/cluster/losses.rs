@@ -78,8 +78,8 @@ impl Cluster {
         self.options.deadline / 3
     }
 
-    /// Finds lost servers by all `answers`, and tells the filled servers. If any of them refuses, as for the last
-    /// holder of a shard, no server is given up. Returns the lost servers.
+    /// Finds the lost servers in `answers`, and reports them to all servers with state. If any server refuses, as for
+    /// the last holder of a shard, no server is given up. Returns the lost servers.
     pub(super) async fn say_lost(
         &self,
         answers: &[(ServerId, Answer)],

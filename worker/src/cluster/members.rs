@@ -150,7 +150,7 @@ impl Cluster {
         self.servers().any(|server| self.tier(server).properties().durable_later)
     }
 
-    /// The first connected server, whose order of events counts.
+    /// The first connected server. Its order of events counts on all ranks.
     pub(crate) fn first(&self) -> ServerId {
         self.members.read(|state| state.connected.first().copied().unwrap_or_default())
     }
@@ -368,8 +368,8 @@ impl Cluster {
         (now + self.options.deadline, now + self.options.slow_deadline)
     }
 
-    /// Takes the placement of the farthest server, and connects with its new servers. Returns false if no server is
-    /// new. The caller has opened no lanes yet.
+    /// Takes the placement of the server with the most progress, and connects with its new servers. Returns false if no
+    /// server is new. The caller has opened no lanes yet.
     pub(crate) async fn meet_members(&self) -> Result<bool> {
         let peers: Vec<Peer> = self.servers().map(|server| self.peers[server].clone()).collect();
         let found = discover(self.job().as_str(), &peers, self.patience()).await.changed();

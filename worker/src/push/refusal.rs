@@ -100,8 +100,8 @@ async fn await_turn(cluster: &Cluster, server: ServerId, key: ChunkKey, fault: F
             backoff.pause(Instant::now() + cluster.options.deadline).await;
             version = version_when_running(cluster, server).await?;
         }
-        // The server has caught up by now, or its pause has ended. If this happened before the first question here,
-        // only the fault tells that the refusal passes.
+        // The server has caught up by now, or its pause has ended. Either may have happened before the first question
+        // here. The fault then shows that the refusal passes.
         let paused = fault.field == "job.phase" && fault.value == "paused";
         Ok((version, version > first || paused || fault.field == "step"))
     };

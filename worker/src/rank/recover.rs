@@ -125,8 +125,8 @@ pub(crate) async fn version_when_running(cluster: &Cluster, server: ServerId) ->
     }
 }
 
-/// Sends commits again, in order, beside the pushes. A server takes a decision only once it has all contributions,
-/// which are sent again meanwhile.
+/// Sends commits again, in order, while lanes send the gradients again. A server takes a decision only once it has all
+/// contributions.
 async fn resend_commits(cluster: Arc<Cluster>, server: ServerId, commits: Vec<Arc<OwnCommit>>) {
     for own in commits {
         if let Err(error) = decide_on(&cluster, server, &own).await

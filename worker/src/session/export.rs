@@ -56,8 +56,8 @@ pub async fn export_by(
     sink: &Sink<'_>,
 ) -> Result<ExportedVersion> {
     let (mut tried, mut backoff) = (0, Backoff::new());
-    // Ends of the tries. `give_up` counts from the first of consecutive failures, `last` from the first of all
-    // failures.
+    // Deadlines of the tries. `give_up` starts with the first of consecutive failures, `last` with the very first
+    // failure.
     let (mut give_up, mut last) = (None, None);
     loop {
         let begun = Instant::now();

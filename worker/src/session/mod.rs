@@ -338,8 +338,8 @@ impl Session {
         self.block_on(admin::pause_all(&self.cluster, &self.rank, reason))
     }
 
-    /// Ends a pause. With `loss_scale` the job continues with that scale, which only a pause that came with a
-    /// decision allows. A call that did not reach every server may be repeated.
+    /// Ends a pause. With `loss_scale` the job continues with that scale. Servers accept a scale only if the pause came
+    /// with a decision. A call that did not reach every server may be repeated.
     pub fn resume(&self, loss_scale: Option<f64>) -> Result<()> {
         self.block_on(resume::resume_all(&self.cluster, loss_scale))
     }

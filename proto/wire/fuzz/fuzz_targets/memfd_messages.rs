@@ -33,7 +33,7 @@ const MOST: u64 = 1 << 20;
 enum Packet {
     /// Any bytes as a packet.
     Raw(Vec<u8>, Vec<Passed>),
-    /// A valid message that describes a memory. Its size may not be that of the passed descriptor.
+    /// A valid message that describes a memory. The size in the message may differ from the descriptor's.
     Memory(u64, Vec<Passed>),
     /// A place in one of the taken memories, as a Push names it. The target checks the place without sending it.
     Place { memory: u8, offset: u64, bytes: u64, small: bool },

@@ -32,7 +32,7 @@ pub enum Owner {
     Identity(String),
 }
 
-/// The shared room, and its shares.
+/// The room for bytes that all connections share, and each owner's share of the room.
 #[derive(Default)]
 pub(super) struct Ledger {
     /// Connections that one owner may have; 0 until known.

@@ -21,7 +21,7 @@ struct Note {
 }
 
 impl Store {
-    /// Refuses a new job where a checkpoint has the state of an earlier one of this name.
+    /// Refuses a new job if a checkpoint has the state of an earlier job of the same name.
     ///
     /// # Errors
     /// Fails also where the note cannot be read, since the earlier job's state is then unknown. A note whose checkpoint

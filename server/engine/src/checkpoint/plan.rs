@@ -137,7 +137,7 @@ impl PartPlan<'_> {
 }
 
 impl Header {
-    /// Offset of the data when this is the largest header.
+    /// Returns the offset of the data, if no header of the part is larger than this one.
     pub(super) fn data_start(&self) -> u64 {
         (self.bytes.len() as u64).next_multiple_of(PAGE)
     }

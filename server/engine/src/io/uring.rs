@@ -330,8 +330,8 @@ impl Worker {
         self.settle(transfer.active);
     }
 
-    /// Hands a request back once all of it is moved. A failed request is handed back once none of its transfers is in
-    /// flight.
+    /// Hands a request back once all of its transfers are done. A failed request is handed back once none of its
+    /// transfers is in flight.
     fn settle(&mut self, index: usize) {
         let continued = self.again.iter().any(|transfer| transfer.active == index);
         let Some(active) = self.active[index].as_ref() else { return };

@@ -39,7 +39,7 @@ impl Job {
             }
         }
         drop(machine);
-        // Joins that wait, as those of other ranks for rank 0, are tried again after each change.
+        // Waiting joins are tried again after each change, for example joins of other ranks that wait for rank 0.
         if is_bound || is_resized {
             self.protocol.notify();
         }

@@ -60,7 +60,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// The refusal of a shard's state, by its first block that differs from its checksum.
+    /// Returns the refusal of a shard whose state is broken. `block` is the first block that differs from its checksum.
     pub(crate) fn broken(
         (spec, layout): (&JobSpec, &Layout),
         shard: ShardId,

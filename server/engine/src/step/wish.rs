@@ -1,4 +1,4 @@
-//! An operator's wish for other servers, and an operator's or rank 0's word that servers are lost for good.
+//! An operator's wish for other servers, and the servers that an operator or rank 0 has given up as lost.
 
 use longshore_proto::{Placement, ServerId, ShardId, Step, TierKind};
 

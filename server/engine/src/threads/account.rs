@@ -37,7 +37,7 @@ impl Account {
 #[derive(Default)]
 pub(super) struct Queue {
     open: AtomicUsize,
-    /// Time used by the account of the last served call, as of that service.
+    /// Time that the last served call's account had used when the call was served.
     now: AtomicU64,
     /// The longest time that any account has used.
     most: AtomicU64,

@@ -81,10 +81,10 @@ pub(super) struct Seat {
     pub(super) reach: Range<usize>,
 }
 
-/// The seats, node by node, so that neighbouring blocks share a node.
+/// Returns the seats of a pool, node by node, so that neighbouring blocks share a node.
 ///
-/// A pool as large as the process's cores has one thread on each. A smaller pool leaves the choice to the scheduler,
-/// within a node. Two servers on a host would otherwise choose the same cores.
+/// If there are as many threads as cores, each thread is bound to a core. Fewer threads are bound to nodes only, and
+/// the scheduler chooses the cores. Otherwise two servers on a host would bind their threads to the same cores.
 pub(super) fn seats(threads: usize, nodes: &[Node]) -> Vec<Seat> {
     let cores: usize = nodes.iter().map(|node| node.cores.len()).sum();
     let mut seats = Vec::with_capacity(threads);
@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn nodes_are_read_as_the_kernel_writes_them() {
         let root = tempfile::tempdir().unwrap();
-        // The list is out of order. A node has memory alone, and another is not allowed.
+        // The nodes are out of order. Node 2 has no cores, and the process may use no core of node 3.
         for (node, list) in [(10, "4-5,12-13\n"), (0, "0-1,8-9\n"), (2, "\n"), (3, "6-7\n")] {
             let folder = root.path().join(format!("node{node}"));
             fs::create_dir(&folder).unwrap();

@@ -48,8 +48,8 @@ impl Phase {
 
     /// Gives up the blocks that no seat has taken.
     pub(super) fn abandon(&self) {
-        // A swap instead of a store: a block that another thread takes at the same moment is taken before, or not at
-        // all, in loom's models too.
+        // With a swap, another thread takes a block before this moment or not at all. In loom's models a store does not
+        // ensure that.
         self.runs.iter().for_each(|run| _ = run.0.swap(0, Ordering::Relaxed));
     }
 }

@@ -167,7 +167,7 @@ pub struct Taken {
 /// A tier gives this if it writes versions in the background. A version is written whole before the next is decided.
 /// The version before the newest is kept, and a job can be opened at it.
 pub trait WriteBehind: Send + Sync {
-    /// Takes over the recovered state, once all of it was read and is whole.
+    /// Takes over the recovered state. The caller has read and verified all of it.
     fn adopt(&self) -> Result<(), Fault>;
 
     /// Notes that all shards have the version. The tier makes the version durable in the background.
@@ -202,7 +202,7 @@ pub trait KeptMemory: Send + Sync {
     /// sum.
     fn complete(&self, owned: OwnedShard, step: Step);
 
-    /// Runs `carry`, which makes `version` of a shard in a skipped step by copying its image. The state stays.
+    /// Runs `carry`, which copies a shard's image for `version`, made by a skipped step. The state stays.
     fn carry(&self, owned: OwnedShard, version: Version, carry: &mut dyn FnMut());
 
     /// Compares a kept image with its checksums.

@@ -234,7 +234,7 @@ impl Folder {
         }
     }
 
-    /// Locks the folder beside other readers. Returns None if a server uses it.
+    /// Takes a shared lock on the folder, for reading. Returns None if a server uses the folder.
     pub(super) fn take_to_read(path: PathBuf) -> Result<Option<Folder>, Fault> {
         let file = File::open(&path).map_err(io("open", &path))?;
         match flock(&file, FlockOperation::NonBlockingLockShared) {

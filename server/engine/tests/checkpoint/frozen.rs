@@ -74,13 +74,13 @@ fn other_frozen_parameters_are_refused() {
         assert_eq!((fault.kind, &*fault.field), (FaultKind::Conflict, field), "{fault}");
         assert!(fault.to_string().contains("frozen"), "{fault}");
     }
-    // A parameter that is trained elsewhere may not become frozen here.
+    // A parameter that the checkpoint's job trains may not be frozen in the new job.
     Trained::after(&spec(2, 0), 2, 2).save(&store, "all");
     let fault = Trained::open(&frozen(2, 0), 1).restore(&store, "all").unwrap_err();
     assert_eq!(fault.field, "spec.partitions", "{fault}");
 }
 
-/// A frozen element takes two bytes of the state's memory, and nothing of that of gradients and images.
+/// A frozen element takes two bytes of memory as state, and none for gradients and images.
 #[test]
 fn frozen_elements_take_two_bytes() {
     let need = |spec: &JobSpec| {

@@ -63,7 +63,7 @@ pub(crate) struct Model {
     pub(crate) applied: u64,
     /// Decisions, the newest last. The machine keeps eight of them.
     pub(crate) commits: Vec<Commit>,
-    /// Loss scales by version, from version 1: each is that of the steps that read the version.
+    /// For each version from 1 on, the loss scale of the steps that read it.
     scales: Vec<f64>,
     /// The present world size.
     pub(crate) world_size: u32,

@@ -1,4 +1,5 @@
-//! `longshore bench update`: the fused update of many parameters, as on a server, beside its memory traffic.
+//! `longshore bench update`: times a server's fused update of many parameters, and the same memory traffic without
+//! arithmetic.
 
 mod cases;
 
@@ -131,8 +132,8 @@ impl Bare {
     }
 }
 
-/// Measures every case with one thread and with all, in rounds, each beside its limit. Each case is printed at once,
-/// since all of them take minutes.
+/// Measures every case and its limit, with one thread and with all, in rounds. Each case is printed at once, since all
+/// of them take minutes.
 pub(crate) fn run(args: &Args, out: Output) -> anyhow::Result<()> {
     let cases = selected(args)?;
     let params = fitting(args.params, longshore_server::config::available_memory())?;

@@ -1,4 +1,4 @@
-//! `longshore bench`: speeds of this host, beside their limits.
+//! `longshore bench`: speeds of this host, each with its limit.
 
 use super::trace::{TraceFlag, Traced};
 use crate::{

@@ -34,7 +34,7 @@ pub(super) struct ManArgs {
 }
 
 impl Program {
-    /// Returns the program's clap command. `longshore` is that of the program of this name.
+    /// Returns the program's clap command. `longshore` is the command of `Program::Longshore`.
     fn command(self, longshore: &Command) -> Command {
         match self {
             Program::Longshore => longshore.clone(),

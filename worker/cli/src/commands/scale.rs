@@ -79,7 +79,7 @@ fn parse_percent(text: &str) -> Result<f64, Fault> {
     })
 }
 
-/// A job's servers and their answers. Spec and placement are those of the farthest server.
+/// A job's servers and their answers. Spec and placement come from the server with the most progress.
 struct Seen {
     spec: JobSpec,
     placement: Placement,

@@ -147,7 +147,8 @@ struct Simulation<'a> {
     /// `newest` is the version of the last step, `older` the version before.
     newest: Vec<f64>,
     older: Vec<f64>,
-    /// `used` and `uses` have the unit and the end of each use, `computed_at` has the end of the last use.
+    /// For each use of a unit: the unit in `used`, the end of the use in `uses`. `computed_at` is the end of the last
+    /// use.
     used: Vec<usize>,
     uses: Vec<f64>,
     computed_at: f64,
@@ -310,8 +311,8 @@ impl<'a> Simulation<'a> {
         of_server * self.run.servers / self.groups.len() as f64
     }
 
-    /// Returns two transfer times to or from all ranks. The first is the part's on its group's link, the second its
-    /// longest shard's on one server's link.
+    /// Returns two times of a transfer to or from all ranks: of the part over its group's link, and of its largest
+    /// shard over one server's link.
     fn transfer_s(&self, part: &Part, share: f64) -> (f64, f64) {
         let all_ranks = |elements: f64| self.run.rank_bytes(elements * share) * self.run.gpus;
         (

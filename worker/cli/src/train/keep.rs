@@ -197,7 +197,7 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// Says where a stopped run is, and how to continue.
+    /// Returns the message of a stopped run: its state, and how to continue.
     pub(super) fn way_on(&self, session: &Session, version: Version) -> String {
         let at = format!("after step {} of {}", version.0, self.settings.flags.steps);
         match &self.last {
@@ -259,7 +259,7 @@ fn ends_with_us(settings: &Settings, embedded: bool) -> bool {
     embedded && !settings.flags.tier.properties().survives_restart()
 }
 
-/// Says where a run is that a second signal ends at once, and how to continue.
+/// Returns the message of a run that a second signal ends at once: its state, and how to continue.
 pub(super) fn cut_off(settings: &Settings, embedded: bool) -> String {
     if !embedded {
         return "at once: the servers hold the job at its last decided step, and the same command goes on from there"

@@ -141,7 +141,7 @@ impl Ranks {
     }
 }
 
-/// Returns the message about a rank 0 that ended as told to stop; None for any other end.
+/// Returns the message about a rank 0 that a signal stopped; None for any other end.
 fn how_stopped(status: ExitStatus) -> Option<&'static str> {
     let is_one = |number: Option<i32>, of: &[Signal]| of.iter().any(|one| number == Some(one.as_raw()));
     if is_one(status.code().map(|code| code - SIGNALLED), &[Signal::INT, Signal::TERM]) {
@@ -183,7 +183,7 @@ mod tests {
         Some(child)
     }
 
-    /// Returns how a run of these ranks ends that was told to stop before.
+    /// Stops a run of these ranks by a signal, and returns the run's error.
     fn ended(ranks: Vec<Option<Child>>) -> anyhow::Error {
         let stop = Stop::default();
         stop.hear(Part::Starts, &LastWords::default(), SignalKind::terminate(), true);

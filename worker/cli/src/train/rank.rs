@@ -172,8 +172,8 @@ impl<'a> Run<'a> {
         self.rank == 0 && self.stop.asked().is_some()
     }
 
-    /// Returns the interrupt of rank 0's waits. A signal ends them while the job is paused, since no step can finish
-    /// then. The second part takes the session's function that tells whether the job is paused.
+    /// Returns the interrupt of rank 0's waits. A signal ends the waits during a pause, since no step can finish then.
+    /// The caller puts the session's function that returns whether the job is paused into the cell.
     fn interrupt(&self) -> (Interrupt, Arc<OnceLock<Asks>>) {
         let paused: Arc<OnceLock<Asks>> = Arc::default();
         if self.rank != 0 {

@@ -41,7 +41,7 @@ pub(crate) struct LastWords {
     pub(crate) as_json: bool,
 }
 
-/// How a run goes on that ends before its first step.
+/// Message of a run that ends before its first step.
 const BEFORE_STEPS: &str = "before its first step: run the same command again";
 
 #[derive(Clone, Debug, Default)]

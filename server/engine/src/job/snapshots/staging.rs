@@ -31,7 +31,7 @@ pub struct Piece {
     /// The shard's index among the owned ones.
     pub owned: OwnedShard,
     pub shard: ShardId,
-    /// The first block, counted from the shard's start. A shard's pieces come in order.
+    /// The piece's first block, counted from the shard's start. A shard's pieces come in order.
     pub first: usize,
     /// True if the image of the version before was there to be copied.
     pub older_image: bool,
@@ -55,7 +55,7 @@ impl Piece {
 /// Memory for a few blocks.
 pub(super) struct Slot {
     region: Region,
-    /// Given back with the last slot that was made together with this one.
+    /// Budget of all slots that were made together. Dropping the last of these slots gives the budget back.
     _lease: Option<Arc<Reservation>>,
 }
 

@@ -1,4 +1,5 @@
-//! The order of passes over a range, the same for every instruction set, which supplies the passes.
+//! An update of low-precision state as a sequence of passes. Every instruction set has the same sequence, and passes of
+//! its own.
 
 use super::super::{Gradient, ImageMut, Scalars, State, isa::LANES};
 use super::passes::{BLOCKS, CHUNK, Codes, CodesOf, Encoding, Halves, InLoop, Largest, Passes};

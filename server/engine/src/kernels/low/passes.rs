@@ -36,11 +36,11 @@ pub(in super::super) trait Passes: Copy {
     fn round_bf16(self, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u16]);
     /// Encodes a block and returns its scale.
     fn encode(self, code: Code, from: &[f32], random: &[u32; BLOCK], half: Half, to: &mut [u8]) -> f32;
-    /// Encodes both moments of a block of elements `first` and on, where the first one's code is `code`. Returns the
-    /// scales.
+    /// Encodes both moments of a block that begins at element `first`. `code` is the code of the first moment. Returns
+    /// the scales.
     fn encode_both(self, code: Code, block: Encoding, key: Key, first: u32) -> [f32; 2];
-    /// Rounds new master weights over old ones, from element `first` on. Makes the image of the result unless
-    /// it is made already.
+    /// Rounds new master weights into `master`, from element `first` on. With `image`, also makes the image of the
+    /// result.
     fn round_master(self, new: &[f32], key: Key, first: u32, master: &mut [u16], image: Option<ImageMut>);
     fn finish(self);
 }
@@ -82,7 +82,7 @@ pub(in super::super) struct CodesOf<'a> {
     pub(in super::super) largest: &'a mut [Largest; BLOCKS],
 }
 
-/// A block's new moments and their targets, the first and the second one.
+/// New values, largest magnitude and target of each of a block's two moments.
 pub(in super::super) struct Encoding<'a> {
     pub(in super::super) from: [&'a [f32]; 2],
     pub(in super::super) largest: [&'a Largest; 2],

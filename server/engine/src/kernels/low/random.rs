@@ -55,7 +55,7 @@ impl Random {
         Random { first_element: self.first_element + count as u64, ..self }
     }
 
-    /// The element of the call, counted from its first, at which the key of element `at` ends.
+    /// Returns the index in the call of the first element after `at` that has another key.
     pub(super) fn end_of_key(self, at: usize) -> usize {
         let rest = (1 << 32) - (self.after(at).first_element & 0xFFFF_FFFF);
         at.saturating_add(rest as usize)

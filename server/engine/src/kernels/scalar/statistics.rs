@@ -49,7 +49,7 @@ impl Sum {
         Sum::resume([0.0; SUMS])
     }
 
-    /// Goes on from lanes that have seen a multiple of [`TILE`] elements.
+    /// Continues from the lanes' sums over a multiple of [`TILE`] elements.
     pub(in super::super) fn resume(lanes: [f64; SUMS]) -> Sum {
         Sum { lanes, tile: [0.0; SUMS], next: 0 }
     }
@@ -94,7 +94,7 @@ impl Exact {
         Exact::resume([0.0; LANES])
     }
 
-    /// Goes on from lanes that have seen a multiple of 16 elements.
+    /// Continues from the lanes' sums over a multiple of 16 elements.
     pub(in super::super) fn resume(lanes: [f64; LANES]) -> Exact {
         Exact { lanes, next: 0 }
     }

@@ -58,7 +58,7 @@ fn every_rounding_case_narrows_as_defined() {
 fn define_f16(x: f32) -> u16 {
     let magnitude = f64::from(x.abs());
     let sign = if x.is_sign_negative() { 0x8000 } else { 0 };
-    // Halfway between the largest f16, 65504, and the next one if there were one.
+    // The limit is halfway between 65504, the largest f16, and 65536, which would follow.
     if magnitude >= 65520.0 {
         return sign | 0x7C00;
     }

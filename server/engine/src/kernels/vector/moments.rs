@@ -7,7 +7,8 @@ use super::lanes::Lanes;
 
 /// Both moments, 16 elements at a time. Its methods are safe under the conditions of [`Lanes`].
 pub(super) trait Moments<V: Lanes>: Copy {
-    /// Loads the first `count` moments of elements `i` and on; the others have no meaning. `code` is the first one's.
+    /// Loads the first `count` moments of 16 elements from `i` on; the other moments have no meaning. `code` is the
+    /// code of the first moment.
     unsafe fn load(self, i: usize, count: usize, code: Code) -> Slots<V>;
     /// Asks for the memory of moments that will be loaded, `ahead` of elements `i` and on.
     unsafe fn prefetch(self, i: usize, count: usize, ahead: usize);
@@ -69,7 +70,7 @@ unsafe fn prefetch_slots<V: Lanes, T>(slots: [*mut T; 2], i: usize, count: usize
     }
 }
 
-/// Moments that are bf16 before, and rounded stochastically to bf16 after.
+/// Moments in bf16. New moments are rounded stochastically.
 #[derive(Clone, Copy)]
 pub(super) struct Rounded<V: Lanes> {
     first: *mut u16,
@@ -112,8 +113,8 @@ impl<V: Lanes> Moments<V> for Rounded<V> {
     }
 }
 
-/// Moments that are 8-bit codes before and f32 after. A block's codes need the largest of all its new values,
-/// which the loop finds on the way.
+/// Moments in 8-bit codes. New moments stay f32 here: their codes depend on the block's largest new value, which the
+/// loop finds on the way.
 #[derive(Clone, Copy)]
 pub(super) struct Coded<V> {
     first: CodedMoment<V>,

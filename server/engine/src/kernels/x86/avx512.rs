@@ -98,8 +98,7 @@ impl Lanes for Avx512 {
         Avx512(_mm512_mask_mov_ps(self.0, unordered, _mm512_set1_ps(CANONICAL_NAN)))
     }
 
-    /// Two comparisons do for three vectors: the first compares two of them with each other. Most vectors have no
-    /// NaN.
+    /// Two comparisons find NaN in three vectors, since one comparison tests two vectors. Most vectors have no NaN.
     #[inline(always)]
     unsafe fn quiet_all([a, b, c]: [Self; 3]) -> [Self; 3] {
         let unordered =

@@ -83,7 +83,7 @@ struct Entry {
     tabled: bool,
     /// True if a record names the slot.
     named: bool,
-    /// Version at which the shard was released here, until its space is given back.
+    /// Version at which this server released the shard. None once the space is given back.
     released_at: Option<Version>,
     /// Slots of fetched images, as bits. The tables of these slots lack the checksums of these images.
     fetched_images: u8,
@@ -235,7 +235,7 @@ impl ShardPager {
         state.failed.clone()
     }
 
-    /// Notes that a shard's drive got a request beside the pager's own.
+    /// Notes a request to a shard's drive that the pager has not made.
     pub(super) fn asked(&self, owned: OwnedShard) {
         self.lock().debts.asked(self.plan.shards[owned.index()].file, Instant::now());
     }

@@ -39,7 +39,7 @@ pub(in crate::tier) fn open(inputs: &Inputs<'_>, buffers: usize, pool: &ThreadPo
     Ok(Opened { store, buffers: Some(buffers), recovered })
 }
 
-/// Returns the bytes of the tmpfs that are used beside the state and the job's buffers.
+/// Returns the bytes that a job takes in the tmpfs in addition to its state and buffers.
 pub(in crate::tier) fn overhead(spec: &JobSpec, layout: &Layout) -> u64 {
     let all: Vec<ShardId> = (0..layout.shards()).map(ShardId).collect();
     Sizes::new(spec, layout, &all, 0).progress_bytes() as u64

@@ -1,4 +1,4 @@
-//! `longshore bench step`: whole steps of a worker whose compute is a timed wait, beside their bounds.
+//! `longshore bench step`: whole steps of a worker whose compute is a timed wait, compared with their bounds.
 //!
 //! Forward takes a third of the compute, and uses shard after shard as their weights arrive. Backward takes the
 //! rest, and each shard's gradient leaves during it, last shard first. Server and ranks are in this process, so

@@ -4,7 +4,7 @@
 pub(super) struct Part {
     pub(super) group: usize,
     pub(super) elements: f64,
-    /// The most elements of the part in one shard, and so on one server.
+    /// The part's elements in its largest shard, which one server has.
     pub(super) longest: f64,
 }
 
