@@ -141,7 +141,7 @@ def draw(out):
     parts.append(f'<text x="{(left + width - right) / 2}" y="{height - 6}" text-anchor="middle">step</text>')
     parts.append(f'<text x="14" y="{height / 2}" transform="rotate(-90 14 {height / 2})" text-anchor="middle">')
     parts.append("training loss, nats a byte</text>")
-    # From the lowest label up, so that none leaves the plot below.
+    # Labels are placed from the lowest one up, so that none lies below the plot.
     above = height
     for mode in sorted(curves, key=lambda mode: curves[mode][-1][1]):
         colour = COLOURS[list(MODES).index(mode) % len(COLOURS)]

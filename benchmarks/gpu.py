@@ -36,7 +36,7 @@ from longshore.transfer.pinned import host_tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DELAYED = f"{BASE}, delay=1"
-#: Seconds of a part, in the order of the parts, and of all together.
+#: Time limits in seconds: of each part, in the order of the parts, and of all together.
 LIMITS = {
     "links": 40,
     "update": 30,
@@ -235,7 +235,8 @@ def _steps(size: tuple[int, int, int], ways: str, in_a_row: int) -> dict[str, An
     return {"seconds": {name.removeprefix("training: "): statistics.median(taken) for name, taken in times.items()}, **_compute(model, tokens)}
 
 
-#: Words of the ways' names. Each of ours fills 24 bytes a parameter of the servers' memory before its first step.
+#: Words of the names of the compared ways. Each of Longshore's ways fills 24 bytes of server memory a parameter before
+#: its first step.
 _WAYS = "shared memory,alone,nothing offloaded,torchao"
 
 
@@ -295,7 +296,7 @@ def _training(*given: Any, server_flags: Iterable[str] = (), **options: Any) -> 
 
 
 def trace(out: Path) -> dict[str, Any]:
-    """Writes a trace of exact and of delayed steps of both models, and of exact ones at stage 3. Returns seconds of a step by phase and by
+    """Writes traces of exact and delayed steps of both models, and of exact steps at stage 3. Returns the seconds of a step by phase and by
     the device's work."""
     found = {}
     for size, delay in (("large", 0), ("large", 1), ("small", 0), ("small", 1), ("stage_3", 0)):
@@ -377,7 +378,7 @@ class _Recomputed(nn.Module):
 
 
 def _gpt(size: tuple[int, int, int, int, int]) -> Gpt:
-    """Returns a model with random bf16 weights, made where it stays."""
+    """Returns a model with random bf16 weights, constructed on the device."""
     width, depth, words, _, length = size
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -402,7 +403,8 @@ def _largest_model(out: Path, delay: int, state: str, master: str = "fp32", **op
     weights = sum(parameter.nbytes for parameter in model.parameters())
     # A rehearsal has room for one layer's activations.
     memory = torch.cuda.get_device_properties(DEVICE).total_memory if DEVICE.type == "cuda" else 1_300_000
-    # Two images and gradients, logits with their gradients, and 34 bytes a token, element of the width and layer.
+    # Two images and the gradients; logits with their gradients; activations of 34 bytes for each token, element of the
+    # width, and layer.
     room = 0.75 * memory - 3 * weights - 16 * batch * length * words
     kept = max(0, min(depth, int(room / (34 * batch * length * width))))
     model.layers = nn.ModuleList(layer if place < kept else _Recomputed(layer) for place, layer in enumerate(model.layers))
@@ -473,7 +475,7 @@ def stage_3(out: Path) -> dict[str, Any]:
 
 
 def threads(_: Path) -> dict[str, Any]:
-    """Returns the seconds of an exact step by the server's update threads."""
+    """Returns the seconds of an exact step for some numbers of the server's update threads."""
     elements, batch, length = SIZES.large
     found = {}
     most = len(os.sched_getaffinity(0))

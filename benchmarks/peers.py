@@ -1,4 +1,4 @@
-"""Whole optimizer steps and whole training steps beside torch's and DeepSpeed's: ``python benchmarks/peers.py``.
+"""Compares whole optimizer steps and training steps with torch's and DeepSpeed's: ``python benchmarks/peers.py``.
 
 All ways take steps by turns in one run. A way whose package is not installed is left out, and named.
 """

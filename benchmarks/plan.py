@@ -134,7 +134,8 @@ def links(args):
 
 LINK = 100_000_000
 
-# By name: servers, flags of the bench beside its size, differing flags of `longshore plan`, parameters.
+# For each name: servers, flags of the bench except its size, flags of `longshore plan` that differ from these, and
+# parameters.
 CONFIGURATIONS = {
     "exact": (1, [], [], 134_217_728),
     "exact, 4 s of compute": (1, ["--compute-ms", 4000], [], 134_217_728),

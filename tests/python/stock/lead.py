@@ -1,4 +1,4 @@
-"""Rank 0's tasks beside a rank's work: opening the job, deciding steps, and taking over from a dead rank 0."""
+"""Rank 0's additional tasks: opening the job, deciding steps, and taking over from a dead rank 0."""
 
 import math
 from dataclasses import dataclass

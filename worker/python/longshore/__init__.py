@@ -90,7 +90,7 @@ _MODULES = {
     "progress",
     "schedules",
 }
-#: Names of the package ``deepspeed`` that this package lacks, with the replacement that the error tells.
+#: Names of the package ``deepspeed`` that this package lacks, each with the replacement that the error names.
 _OF_DEEPSPEED = {
     "add_config_arguments": "pass the path as config=, or as args.deepspeed_config",
     "checkpointing": "use torch.utils.checkpoint",
@@ -103,7 +103,7 @@ _OF_DEEPSPEED = {
 
 
 def _warn_of_another_project() -> None:
-    """Warns if the distribution ``longshore`` is installed: PyPI's is another project, whose files have the names of ours."""
+    """Warns if the distribution ``longshore`` is installed: on PyPI it is another project, with files of the same names."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("longshore")
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Small models and their batches, made from a seed, and the update rules beside torch's."""
+"""Small models and their batches, made from a seed, and the update rules with torch's optimizers."""
 
 import functools
 from collections.abc import Callable
@@ -173,7 +173,7 @@ def train_engine(engine: longshore.Engine, passes: range) -> list[float]:
 
 
 class Recorded:
-    """A job whose calls are told to ``note``, by name and arguments, before they are made."""
+    """A job that passes each call's name and arguments to ``note`` before it makes the call."""
 
     def __init__(self, job: Any, note: Callable[..., object]) -> None:
         self._job, self._note = job, note

@@ -1,4 +1,4 @@
-"""Training beside torch's own optimizers, with fp32 on the wire."""
+"""Compares training with torch's own optimizers, with fp32 on the wire."""
 
 from collections.abc import Callable
 from typing import Any

@@ -42,7 +42,7 @@ def test_dataloader_drop_last(drops: bool | None, sizes: list[int]) -> None:
 
 
 def test_managed_gradient_accumulation() -> None:
-    """Without it the caller marks the end of a step by calling step()."""
+    """Without managed accumulation the caller ends a step by calling step()."""
     ours, theirs = pair("mlp")
     managed = engine_of(theirs, gradient_accumulation_steps=2)
     train_engine(managed, range(4))
@@ -154,7 +154,7 @@ def test_a_fixed_loss_scale() -> None:
 
 @pytest.mark.filterwarnings("ignore:step 1 was skipped")
 def test_a_dynamic_loss_scale() -> None:
-    """The scale doubles when the window has passed since the last overflow, and as often again."""
+    """The scale doubles each time that a window of steps has passed without an overflow."""
     fp16 = {"initial_scale_power": 6, "hysteresis": 1, "loss_scale_window": 2}
     engine, found = scales(fp16, [True, False, False, False, False, False])
     assert found == [64.0, 32.0, 32.0, 32.0, 64.0, 64.0, 128.0]
@@ -186,7 +186,7 @@ def test_min_loss_scale(servers: str, said: Said) -> None:
 
 @pytest.mark.parametrize(("consecutive", "last"), [(False, 32.0), (True, 64.0)])
 def test_consecutive_hysteresis(consecutive: bool, last: float) -> None:
-    """Two overflows halve the scale. With the key a clean step between them restarts the count."""
+    """Two overflows halve the scale. With ``consecutive_hysteresis`` a clean step between them restarts the count."""
     fp16 = {"initial_scale_power": 6, "hysteresis": 2, "consecutive_hysteresis": consecutive, "loss_scale_window": 100}
     _, found = scales(fp16, [True, False, True])
     assert found == [64.0, 64.0, 64.0, last]

@@ -296,7 +296,7 @@ def test_nadam_refuses_a_momentum_that_changes() -> None:
 
 
 def test_nadam_compares_its_momentum_with_the_loaded_one(tmp_path: pathlib.Path) -> None:
-    """Another momentum may begin before the first step. A return to before that step allows a third one."""
+    """The momentum may change before the first step, and again after a return to the version before that step."""
     model, _ = pair("mlp")
     with longshore.Server(checkpoint_dir=tmp_path) as server:
         options: dict[str, Any] = {"lr": 1e-3, "servers": server, "job": "nadam"}

@@ -99,7 +99,7 @@ def test_a_restart_names_settings_that_change_bits(servers: str, changed: dict[s
 
 
 def test_a_restart_that_loads_a_handle_trains_with_its_hyperparameters(servers: str) -> None:
-    """The constructor's rate is replaced before the first step, and a scheduler's rates are no other settings."""
+    """The handle's rate replaces the constructor's before the first step. A scheduler's rates cause no warning of other settings."""
 
     def steps(lr: float, handle: Any = None, now: float | None = None) -> Any:
         model, _ = pair("mlp")

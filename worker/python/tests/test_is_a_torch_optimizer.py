@@ -1,4 +1,4 @@
-"""Frameworks' uses of a torch optimizer, beside steps, and optimizers built over another one's parameters."""
+"""Frameworks' uses of a torch optimizer other than steps, and optimizers over the parameters of another optimizer."""
 
 import contextlib
 import copy

@@ -140,7 +140,7 @@ def optimizer_of(kind: Any, module: pl.LightningModule) -> Callable[[], Any]:
     return lambda: kind(list(module.named_parameters()), lr=1e-2)
 
 
-#: For each precision, the strategy beside the package's optimizer, and arguments of the Trainer.
+#: For each precision: the strategy of the run with the package's optimizer, and arguments of the Trainer.
 PRECISIONS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "bf16": ("auto", lambda: {"precision": "bf16-mixed", "callbacks": [longshore.lightning.Callback()]}),
     "bf16, strategy": ("longshore", lambda: {"precision": "bf16-mixed"}),

@@ -49,7 +49,7 @@ def expected() -> list[Tensor]:
 
 @pytest.mark.parametrize("most", [1024, 1])
 def test_gradients_and_weights_go_straight_between_the_device_and_servers(most: int, expected: list[Tensor]) -> None:
-    """Also where copies under way are so many that the next one waits."""
+    """With ``most`` of 1, a further copy waits for the copies under way."""
     device = Simulated(0)
     with on(device) as patch:
         patch.setattr(pinned, "_MOST", most)

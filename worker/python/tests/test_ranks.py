@@ -1,5 +1,5 @@
-"""Four ranks with gloo, in each way in which ranks and servers share the work, also with parameters on meshes: HSDP, tensor parallelism, and
-FSDP2 with it. A rank runs rank.py."""
+"""Four ranks with gloo, for each division of the work between ranks and servers. Some cases have parameters on meshes: HSDP, tensor
+parallelism, and both together. A rank runs rank.py."""
 
 import json
 import os
@@ -239,15 +239,15 @@ def test_a_rank_moves_its_part_of_the_bytes(trained: Found, way: str) -> None:
         assert 4 * senders * elements <= sum(sent) <= 4 * (senders * elements + RANKS * 64 * 1024)
         assert max(sent) < 0.3 * sum(sent)
     for rank in trained[way] if way in WAYS else ():
-        # Weights arrive after their step's report. At the last report, weights of 5 steps are there, or of up to 7, and
-        # perhaps the frozen ones.
+        # A step's weights arrive after the step's report. So by the last report this rank has pulled the weights of 5
+        # to 7 steps, and perhaps the frozen weights.
         image = rank["bytes"][0][0]  # as large as the gradient, since both are fp32
         assert (STEPS - 1) * image <= sum(pulled for _, pulled in rank["bytes"]) <= (STEPS + 1) * image + 4 * frozen
 
 
 @pytest.mark.parametrize("way", PLACED)
 def test_ranks_that_hold_the_same_have_the_same_bits(trained: Found, way: str) -> None:
-    """Also after delayed steps, whose weights differ from exact ones."""
+    """The ranks also agree after delayed steps, whose weights differ from those of exact steps."""
     delayed = trained[f"{way} delayed"]
     assert all(are_equal(rank["weights"], delayed[0]["weights"]) for rank in delayed)
     assert not are_equal(delayed[0]["own"], trained[way][0]["own"])

@@ -69,7 +69,7 @@ def test_a_checkpointed_unit_takes_the_room_of_one() -> None:
 
 
 def test_gradients_of_given_weights_take_the_room_of_a_backward() -> None:
-    """With zeros for those without a use, as torch makes them."""
+    """Weights without a use get zeros as gradients, as in torch."""
     whole, cut = pair(Deep, depth=8)
     in_units(cut, 4)
     ways: list[Callable[[Deep], Iterable[Tensor]]] = [
@@ -88,7 +88,7 @@ def test_gradients_of_given_weights_take_the_room_of_a_backward() -> None:
 
 
 class _Scaled(nn.Module):
-    """Uses its own parameter within a checkpoint, beside an inner module's."""
+    """Uses its own parameter and an inner module's within one checkpoint."""
 
     def __init__(self, width: int, reentrant: bool) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def test_a_copy_of_the_model_is_a_model_of_its_own(compiler: Any) -> None:
 
 
 def test_arrays_of_weights_have_memory_of_their_own() -> None:
-    """Like a logged histogram. The array keeps its values, and the budget holds."""
+    """An array of a weight, as for a logged histogram, keeps its values, and the budget holds."""
     model = Deep(depth=4, dtype=torch.float32)
     optimizer, home = in_units(model, 2)
     for step in range(2):

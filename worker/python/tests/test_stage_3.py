@@ -173,7 +173,7 @@ def test_a_llama_of_hugging_face_under_its_trainer(tmp_path: pathlib.Path) -> No
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("resume", ["newest", "save"])
 def test_a_trainer_that_was_interrupted_goes_on(resume: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the servers' last step, or from its last save, to whose version the servers go back."""
+    """The Trainer resumes from the servers' last step, or from its last save. In the second case the servers go back to that version."""
     import trainer as example
 
     def stop(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -85,7 +85,7 @@ def test_what_is_unfrozen_before_the_first_step_trains() -> None:
 
 
 def test_gradients_that_somebody_puts_there_leave_in_the_step() -> None:
-    """The caller sets all gradients, or some beside backward's."""
+    """The caller sets all gradients, or some of them while backward makes the others."""
     safe, streamed = pair("mlp")
     for model, streaming in ((safe, False), (streamed, True)):
         optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, streaming=streaming)

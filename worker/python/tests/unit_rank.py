@@ -295,8 +295,8 @@ def loaded(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def ended(options: dict[str, Any]) -> dict[str, Any]:
-    """Closes, one rank after an error that the others cannot learn of. Returns the bytes of frozen weights that a rank asked for during the
-    end and in a later evaluation, and the differences in its model."""
+    """Closes the model on all ranks. One rank has an error before that, and cannot tell the others. Returns the bytes of frozen weights that
+    a rank requested at the end and in a later evaluation, and the differences in its model."""
     rank = distributed.get_rank()
     model = model_of("adapters")
     optimizer = optimizer_of(model, options)
@@ -325,7 +325,7 @@ USES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def make(what: str, options: dict[str, Any]) -> Any:
-    """Makes a use. A use of "!" and a case is refused."""
+    """Runs the use of this name. After "!" stands a case that must be refused."""
     _longshore.Job = Counted  # type: ignore[assignment,misc]
     return refused(what[1:], options) if what.startswith("!") else USES[what](options)
 

@@ -30,7 +30,7 @@ def train(model: nn.Module, optimizer: longshore.AdamW, steps: int = STEPS, micr
 
 
 def in_units(model: nn.Module, part: int = 8, **options: Any) -> tuple[longshore.AdamW, longshore.Sharded]:
-    """Returns an optimizer of a model, and the model in units with this part of its weights, a half for 2."""
+    """Returns an optimizer of a model, and the model in units. The budget is the model's weights divided by ``part``."""
     optimizer = optimizer_of(model, **options)
     return optimizer, longshore.shard(model, optimizer, weight_bytes(model) // part)
 

@@ -72,7 +72,7 @@ def draft(folder: Path) -> Iterator[Path]:
 
 
 def replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file beside its place, and moves it there: readers find the old file or the whole new one."""
+    """Writes a draft in the file's folder, and renames it to the file. Readers find the old file or the whole new one."""
     draft = path.with_name(f".{path.name}.draft")
     write(draft)
     _sync(draft)

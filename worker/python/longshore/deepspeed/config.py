@@ -383,7 +383,7 @@ class _Keys:
         section, _, name = path.rpartition(".")
         is_off = _keys.asks_for_nothing(path, value) or (name != "enabled" and self._given.get(f"{section}.enabled") is False)
         remedy = _keys.instead(path)
-        # A misplaced key is refused even when switched off: nothing would obey it once switched on.
+        # A misplaced key is refused even when switched off, since it would have no effect once switched on.
         if line is None and (not is_off or _keys.is_section(section) or not section):
             place = _keys.place_of(path)
             if place is None and name in inspect.signature(optim.AdamW).parameters:

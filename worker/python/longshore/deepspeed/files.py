@@ -19,7 +19,7 @@ _STATE = "engine.pt"
 #: Name in a tag's folder of the checkpoint copied from a server that ends with its process. A later save of the tag
 #: appends a number to it, and engine.pt has the exact name.
 _SERVERS = "servers"
-#: File of a checkpoint that identifies the checkpoint: no two checkpoints have the same content of it.
+#: File whose content identifies a checkpoint: the content differs between any two checkpoints.
 _MANIFEST = "manifest.json"
 
 

@@ -190,7 +190,8 @@ def _is_done(work: Any, what: str, waiting: _Waiting | None) -> bool:
     else:
         return True
     try:
-        # The work has ended since the first wait expired, well or not. A second wait returns or raises at once.
+        # The work has ended since the first wait expired, with a result or an error. A second wait returns or raises at
+        # once.
         work.wait()
     except RuntimeError as error:
         _raise_failure()

@@ -75,9 +75,8 @@ class Ranks(ABC):
         return FrozenParams(frozen, self.layout.count(), self.rank == 0)
 
     def read_kept(self, job: Any, version: int, kept: FrozenParams, has: Callable[[], set[int]]) -> None:
-        """Gives frozen parameters the job's weights. A rank reads its part of the parameters that ranks hold in parts.
-        Ranks gather the parameters that each holds whole, except those that ``has`` reads. ``has`` returns their
-        indices."""
+        """Gives frozen parameters the job's weights. Parameters in parts: each rank reads its part. Whole parameters:
+        each rank pulls a part, and ranks gather the whole, except for the parameters that ``has`` reads and returns."""
         if not kept.described():
             return
         others: set[int] = set()

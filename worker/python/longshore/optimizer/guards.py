@@ -264,8 +264,8 @@ class Watch:
         self._params = [(name, tensor) for name, tensor in params if not _params.is_sharded(tensor)]
         #: The models' parameters by id, at the last check that passed.
         self._known: dict[int, weakref.ref[Tensor]] = {}
-        #: Links from a module to a child or parameter, along the paths to the optimizer's parameters. Each of the three
-        #: lists has one thing of every link: the module's dictionary, the key in it, and the expected value.
+        #: Links from a module to a child or parameter, along the paths to the optimizer's parameters. A link has an
+        #: entry in each of three lists: the module's dictionary, the key there, and the expected value.
         self._holders: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._held: list[object] = []

@@ -274,8 +274,8 @@ class Stateful(Connected):
         made = steps_made(state_dict[KEY])
         is_whole = self._now.state not in (State.PUSHED, State.TORN)
         is_here = wanted[0] == self._version and (connection is None or (connection.made == made and is_whole))
-        # Accelerate loads the handle that it has just taken, which says nothing of the script. Any other handle shows
-        # that the script chose the version.
+        # Accelerate loads the handle that it has just taken, whether or not the script chose a version. Any other
+        # handle shows that the script chose the version.
         self._is_version_known |= self._taken != state_dict[KEY]
         self._taken = None
         if is_here and not is_other:

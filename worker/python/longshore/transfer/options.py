@@ -1,4 +1,4 @@
-"""Options of a job beside the optimizer's own arguments: names, types, defaults and checks.
+"""Options of a job, which optimizers take in addition to torch's arguments: names, types, defaults and checks.
 
 Every optimizer and client is built with :class:`Options`. ``Settings`` of :mod:`longshore.transfer.job` hands them to the Rust half.
 """
@@ -335,7 +335,7 @@ def _nearest(name: str, options: Iterable[str], arguments: Iterable[str]) -> str
     return f", did you mean {close[0]!r}? The " if close else "; "
 
 
-#: By a type in :class:`JobOptions`: words for it in errors, and a check whether a value has the type.
+#: For each type in :class:`JobOptions`: its words in errors, and a check whether a value has the type.
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda value: not isinstance(value, str) and value in (False, True)),
     int: ("an int", lambda value: hasattr(value, "__index__") and not isinstance(value, bool)),

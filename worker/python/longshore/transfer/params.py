@@ -429,5 +429,5 @@ def is_image(mine: Tensor, theirs: Tensor, image: torch.dtype) -> bool:
 
 
 def is_rounding(mine: Tensor, master: Tensor) -> bool:
-    """Returns whether weights are master weights, rounded to their own type or first to that of an image."""
+    """Returns whether ``mine`` are the master weights, rounded to the type of ``mine``, perhaps by way of an image's type."""
     return any(are_equal(mine, master.to(image).to(mine.dtype)) for image in (mine.dtype, *DTYPES))

@@ -80,7 +80,7 @@ def read_in_step(params: list[Param], rounding: Rounding, read: Callable[[], Non
 
 
 def _put_back(tensor: Tensor, own: Tensor, rounding: Rounding) -> bool:
-    """Restores a tensor's own weights if the read ones are their rounding. Returns whether they are."""
+    """Restores a tensor's own weights, and returns True, if the weights read from the servers are these, rounded."""
     if not rounding.may_give(own.reshape(-1), tensor.to("cpu").reshape(-1)):
         return False
     if rounding.changes(tensor.dtype):
@@ -90,7 +90,7 @@ def _put_back(tensor: Tensor, own: Tensor, rounding: Rounding) -> bool:
 
 @torch.no_grad()
 def read_rounded(params: list[Param], rounding: Rounding, read: Callable[[Param, Tensor], None]) -> None:
-    """Rounds the weights of a model that filled a job, since all other ranks read rounded ones.
+    """Rounds the weights of a model that filled a job, since all other ranks read rounded weights.
 
     Args:
         params: the job's parameters. A single rank's DTensors stay unchanged.

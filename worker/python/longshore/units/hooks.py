@@ -76,7 +76,7 @@ class Saving:
             ) from error
 
     def is_ours(self, hooks: Any) -> bool:
-        """Returns whether ``hooks`` are these ones."""
+        """Returns whether ``hooks`` are the hooks of this object's model."""
         return hooks is not None and isinstance(hooks[0], _Pack) and hooks[0].home is self._home
 
     @staticmethod
