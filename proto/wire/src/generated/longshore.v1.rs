@@ -5,13 +5,13 @@
 /// start(i+1) = start(i) + elements(i), rounded up to a multiple of 64
 /// total      = the last parameter's end, rounded up to a multiple of 65536 (a block): blocks, shards and chunks cover this
 /// shard k    = \[k * S, min((k + 1) * S, total)); there are total / S of them, rounded up, and each is whole blocks
-/// chunk c    = bytes \[c MiB, (c + 1) MiB) of a shard's elements in the dtype on the wire; a shard's last chunk is what is left
+/// chunk c    = bytes \[c MiB, (c + 1) MiB) of a shard's elements in the dtype on the wire; a shard's last chunk may be shorter
 ///
 /// With partitions, the first parameter of each starts at a multiple of 65536, and each partition is cut into shards by itself:
 /// its shards are numbered on from those of the partition before, and its last shard may be shorter.
 ///
-/// What lies between two parameters, and behind the last one, is padding. Gradients and uploaded weights carry it, and every
-/// byte of it must be 0: anything else would count in the norm, and is refused with the element's index.
+/// Elements between two parameters, and behind the last one, are padding. Gradients and uploaded weights contain the padding, and
+/// every byte of it must be 0. Another value would count in the norm, and is refused with the element's index.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Param {
     /// unique; 1 to 512 bytes
@@ -44,7 +44,7 @@ pub struct JobSpec {
     /// weights on the wire
     #[prost(enumeration = "Dtype", tag = "6")]
     pub image_dtype: i32,
-    /// the most ranks, 1 to 4096; JoinRequest.world_size says how many there are
+    /// largest number of ranks, 1 to 4096; JoinRequest.world_size has the present number
     #[prost(uint32, tag = "7")]
     pub world_size: u32,
     /// gradient accumulation steps, 1 to 65536
@@ -73,13 +73,13 @@ pub struct JobSpec {
     /// the next one begins.
     #[prost(message, repeated, tag = "16")]
     pub partitions: ::prost::alloc::vec::Vec<Partition>,
-    /// Refused. A worker of an earlier version asks with it for a correction that it makes itself.
+    /// Refused. Workers of an earlier version asked with this field for a correction of their own.
     #[deprecated]
     #[prost(bool, tag = "17")]
     pub worker_local: bool,
-    /// A parameter to which no rank and no micro-step of a step gave a gradient is left out of the step: its state stays as it is, and
-    /// the step does not count for it. Its gradient is sent as -0 in every element (docs/protocol.md, "Parameters without a gradient").
-    /// Needs moments of fp32 or bf16, and at most 65,536 parameters.
+    /// A step leaves a parameter out if no rank has a gradient of it in any micro-step: the parameter's state stays, and the step
+    /// does not count for it. Its gradient is sent as -0 in every element (docs/protocol.md, "Parameters without a gradient"). Needs
+    /// moments of fp32 or bf16, and at most 65,536 parameters.
     #[prost(bool, tag = "18")]
     pub leave_out: bool,
     /// Number of servers that hold each shard: 1 (or 0) or 2. Ranks then push each gradient to both. Tier memory alone.
@@ -97,8 +97,8 @@ pub struct Partition {
     #[prost(uint32, repeated, tag = "2")]
     pub ranks: ::prost::alloc::vec::Vec<u32>,
     /// Its parameters are frozen: no rank has a gradient of them, and no step changes them. Servers keep them in the image dtype
-    /// alone, without master weights and moments. They have no gradient statistics, and every version has the same weights of
-    /// them. At least one partition of a job is not frozen.
+    /// alone, without master weights and moments. Frozen parameters have no gradient statistics, and the same weights in every
+    /// version. At least one partition of a job is not frozen.
     #[prost(bool, tag = "3")]
     pub frozen: bool,
 }
@@ -118,7 +118,8 @@ pub struct Placement {
     /// the latest changes of owners and replicas, oldest first
     #[prost(message, repeated, tag = "4")]
     pub handovers: ::prost::alloc::vec::Vec<Handover>,
-    /// The clock of the job's very first server minus that of the first one now, in ms. Incarnations are chosen by their sum.
+    /// The clock of the job's very first server minus the clock of the present first server, in ms. Incarnations follow the former
+    /// clock.
     #[prost(sint64, tag = "5")]
     pub clock_ahead_ms: i64,
     /// For each shard, the server that makes the same updates as its owner; 4294967295: none now. Empty in a job without replicas.
@@ -222,7 +223,7 @@ pub struct Commit {
     /// (0, 1\]; 1 when not clipped
     #[prost(double, tag = "4")]
     pub clip_coefficient: f64,
-    /// If there, images look ahead. Needs max_delay 1.
+    /// If present, images look ahead. Needs max_delay 1.
     #[prost(message, optional, tag = "13")]
     pub look_ahead: ::core::option::Option<LookAhead>,
     /// Other corrections of earlier versions, which are refused. `compensation` was 0 in every commit without it.
@@ -241,8 +242,7 @@ pub struct Commit {
     /// global gradient norm after unscaling, before clipping; for status only, may be inf
     #[prost(double, tag = "7")]
     pub norm: f64,
-    /// The loss scaler's value for steps that read this version: their contributions are refused with any other. A resume may
-    /// put another one here.
+    /// Loss scale of the steps that read this version. Contributions with another scale are refused. A resume may change the value.
     #[prost(double, tag = "8")]
     pub loss_scale: f64,
     /// the trainer's own resume data; at most 1 MiB
@@ -252,15 +252,15 @@ pub struct Commit {
     /// version for good: a step that was taken back and decided again has another incarnation. 0 where a client does not say.
     #[prost(uint64, tag = "10")]
     pub decided_by: u64,
-    /// Not empty, it pauses the job with this decision, for this reason (at most 4096 bytes), on every server and through every
-    /// crash, until Admin.Resume. Once that has ended the pause, servers tell of the commit without it.
+    /// If not empty, this decision pauses the job, for this reason (at most 4096 bytes). The pause lasts on every server and through
+    /// every crash, until Admin.Resume. After the pause, servers send the commit without the reason.
     #[prost(string, tag = "12")]
     pub pause_reason: ::prost::alloc::string::String,
-    /// Every parameter that any applied step so far has left out, in ascending order. It follows from that of the commit before: a
-    /// commit that applies adds 1 to `steps` of each that it leaves out, and a commit that skips repeats all of it.
+    /// Every parameter that any applied step so far has left out, in ascending order. The list follows from the list of the commit
+    /// before. A commit that applies adds 1 to `steps` of each parameter that it leaves out. A commit that skips repeats the list.
     #[prost(message, repeated, tag = "16")]
     pub left_out: ::prost::alloc::vec::Vec<LeftOut>,
-    /// Where the decision changes the placement.
+    /// Change of the placement that comes with this decision.
     #[prost(message, optional, tag = "17")]
     pub placement: ::core::option::Option<PlacementChange>,
 }
@@ -270,7 +270,7 @@ pub struct LeftOut {
     /// index into JobSpec.params
     #[prost(uint32, tag = "1")]
     pub param: u32,
-    /// the applied steps without it, this one included. Its t is `applied` less this; at least 1
+    /// applied steps without the parameter, this step included; at least 1. Its t is `applied` minus `steps`
     #[prost(uint64, tag = "2")]
     pub steps: u64,
     /// this step leaves it out
@@ -309,7 +309,7 @@ impl Dtype {
         }
     }
 }
-/// Each rule means what it does in PyTorch. The engine's scalar kernels have the order of operations.
+/// Rules have PyTorch's meanings. The engine's scalar kernels specify the order of operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum Rule {
@@ -666,13 +666,13 @@ pub struct UploadRequest {
     pub crc32: u32,
     #[prost(enumeration = "StateArray", tag = "6")]
     pub array: i32,
-    /// Absent: the job is filled with weights alone. There: it is filled with every array that its rule has, and goes on as after
-    /// so many updates, at least 1, from version 0. The first chunk that a server takes settles which, and all others say the same.
-    /// Moments are rounded to nearest if the job keeps them in fewer bits. Sums of squares are not below 0.
+    /// Absent: weights alone fill the job. Present: all arrays of the rule fill the job, which continues from version 0 as after so
+    /// many updates, at least 1. The first chunk on a server decides which, and all others must agree. Moments are rounded to
+    /// nearest if the job keeps them in fewer bits. Sums of squares are not below 0.
     #[prost(uint64, optional, tag = "7")]
     pub applied: ::core::option::Option<u64>,
-    /// With `applied`: the parameters whose state fewer updates made, in ascending order, with how many fewer; `now` is false. All
-    /// chunks say the same. The first commit's left_out follows from it, as from that of a commit before.
+    /// With `applied`: the parameters with fewer updates, in ascending order, and the number of missing updates; `now` is false. All
+    /// chunks have the same list. The first commit's left_out follows from this list, as from an earlier commit's.
     #[prost(message, repeated, tag = "8")]
     pub left_out: ::prost::alloc::vec::Vec<LeftOut>,
     #[prost(bytes = "bytes", tag = "15")]
@@ -695,7 +695,7 @@ pub struct FetchRequest {
     /// longest wait for the version; 0 takes the server's default
     #[prost(uint64, tag = "4")]
     pub deadline_ms: u64,
-    /// the state is there: the owner's updates, which waited for a new replica, go on. No part is sent
+    /// a new replica has the state: the owner's updates, which waited for that, continue. No part is sent
     #[prost(bool, tag = "5")]
     pub arrived: bool,
 }
@@ -1356,10 +1356,11 @@ pub struct OpenJobRequest {
     /// which of placement.servers this one is
     #[prost(uint32, tag = "3")]
     pub server: u32,
-    /// The server is no part of the job yet: where an earlier rank 0 prepared it for other shards, and it owns none, it begins anew.
+    /// The server has no part in the job yet. If an earlier rank 0 prepared it for other shards, and it owns none, the server begins
+    /// anew.
     #[prost(bool, tag = "6")]
     pub is_new: bool,
-    /// with is_new: rank 0's, which is fenced here. An older one than rank 0's here is refused; 0: not compared
+    /// with is_new: rank 0's, which fences its earlier processes here. An earlier one than rank 0's here is refused; 0: not compared
     #[prost(uint64, tag = "7")]
     pub incarnation: u64,
     /// highest number whose fields the client sets: a server of a lower one refuses (PRECONDITION); 0 counts as 1
@@ -1381,7 +1382,7 @@ pub struct BeginRequest {
     pub progress: ::core::option::Option<JobProgress>,
     #[prost(message, repeated, tag = "5")]
     pub ranks: ::prost::alloc::vec::Vec<RankMember>,
-    /// the server takes part already, and keeps what it has: of `progress` only the version counts
+    /// the server takes part already, and keeps its state: only the version of `progress` counts
     #[prost(bool, tag = "6")]
     pub takes_part: bool,
 }
@@ -1441,7 +1442,7 @@ pub struct JobProgress {
     /// in PHASE_LOADING: Admin.Restore has begun
     #[prost(message, optional, tag = "7")]
     pub restore: ::core::option::Option<RestoreProgress>,
-    /// at version 0, where there is no commit: as Upload said
+    /// at version 0, before the first commit: the list of Upload
     #[prost(message, repeated, tag = "8")]
     pub left_out: ::prost::alloc::vec::Vec<LeftOut>,
     /// ranks that take part, as rank 0 said when it joined
@@ -1469,12 +1470,13 @@ pub struct JoinRequest {
     /// higher than any before, and at least 1; chosen by the worker
     #[prost(uint64, tag = "3")]
     pub incarnation: u64,
-    /// Only end what an earlier process of the rank may do. What it sent stays, for a decision that another server knows
-    /// already; the new process may commit, and may not push before it has joined without this.
+    /// Only fences the rank's earlier process. Contributions of that process stay, for a decision that another server knows already.
+    /// The new process may commit, and may push once it has joined without `fence_only`.
     #[prost(bool, tag = "4")]
     pub fence_only: bool,
     /// The number of ranks that take part, this one among them; at most the spec's. Rank 0's counts: steps not decided yet then
-    /// begin anew, and the other ranks join again. Their Join is UNAVAILABLE until rank 0 has said the same. 0 leaves it as it is.
+    /// begin anew, and the other ranks join again. Their Join is UNAVAILABLE until their number is rank 0's. 0 keeps the present
+    /// number.
     #[prost(uint32, tag = "5")]
     pub world_size: u32,
     /// Servers of the job that answer at another address than the placement's, as rank 0 says. Others fetch shards from there.
@@ -1495,8 +1497,8 @@ pub struct JoinResponse {
     /// absent: the server shares no memory
     #[prost(message, optional, tag = "2")]
     pub memfd: ::core::option::Option<MemfdOffer>,
-    /// The version at which this incarnation joined. Below progress.version if an earlier answer to it was lost: a step was decided
-    /// since, for which the process has no gradient, and it joins with a higher incarnation.
+    /// The version at which this incarnation joined. Less than progress.version if an earlier answer was lost and a step was decided
+    /// since. The process has no gradient of that step, and joins with a higher incarnation.
     #[prost(uint64, optional, tag = "3")]
     pub joined_at: ::core::option::Option<u64>,
     /// the job's on this server; it may differ from a rank's spec once the job's servers have changed
@@ -1564,16 +1566,16 @@ pub struct StepReport {
     /// of the step that is committed, as this rank saw it
     #[prost(double, optional, tag = "1")]
     pub loss: ::core::option::Option<f64>,
-    /// How long the step before took, from its begin to its end, and how long of that offloading held the trainer up. Both are 0 in
-    /// the first step of a process.
+    /// Duration of the step before, and the part of it in which offloading held the trainer up. Both are 0 in the first step of a
+    /// process.
     #[prost(double, tag = "2")]
     pub wall_seconds: f64,
     #[prost(double, tag = "3")]
     pub exposed_seconds: f64,
-    /// Why the servers that an operator asked for are not reached yet. Empty: nothing is in the way.
+    /// Why the job is not yet on the servers that an operator wants. Empty: nothing is in the way.
     #[prost(string, tag = "4")]
     pub scaling: ::prost::alloc::string::String,
-    /// Wanted.asked_micros of the newest wish whose servers are reached
+    /// Wanted.asked_micros of the newest fulfilled wish
     #[prost(uint64, tag = "5")]
     pub scaled_micros: u64,
 }
@@ -1601,8 +1603,8 @@ pub struct WatchRequest {
     /// the version that the caller has; NOT_FOUND where the steps after it are not all kept any more
     #[prost(uint64, tag = "2")]
     pub after_step: u64,
-    /// Which rank's process watches. While it does, Describe says that the process is there (RankStatus.watches). Incarnation 0:
-    /// no rank's.
+    /// The process that watches. While the watch is open, Describe shows that the process lives (RankStatus.watches). Incarnation 0:
+    /// the watcher is no rank.
     #[prost(uint32, tag = "3")]
     pub rank: u32,
     #[prost(uint64, tag = "4")]
@@ -1832,8 +1834,8 @@ pub mod training_client {
             self.inner.unary(req, path, codec).await
         }
         /// Binds a rank to an incarnation. A higher incarnation fences the older one, also after a restart of a server whose tier
-        /// outlives it; the same one is acknowledged again. A new rank 0 calls it twice on every server: with `fence_only` first, so that
-        /// the versions it then reads can change no more, and once it has brought them together, without.
+        /// outlives it; the same incarnation is acknowledged again. A new rank 0 calls Join twice on every server. The first call has
+        /// `fence_only`: versions that are read afterwards stay. The second call follows once all servers have one version.
         pub async fn join(
             &mut self,
             request: impl tonic::IntoRequest<super::JoinRequest>,
@@ -1928,7 +1930,7 @@ pub mod training_client {
                 .insert(GrpcMethod::new("longshore.v1.Training", "AwaitDurable"));
             self.inner.unary(req, path, codec).await
         }
-        /// Tells every commit after `after_step` as it is decided, and pauses and resumes. A commit whose pause has ended since comes
+        /// Streams every commit after `after_step` once it is decided, and pauses and resumes. A commit whose pause has ended comes
         /// without its `pause_reason`, and with the loss scale that the operator chose. Ranks other than 0 learn the loss scale here.
         pub async fn watch(
             &mut self,
@@ -2070,8 +2072,8 @@ pub mod training_server {
             request: tonic::Request<super::OpenJobRequest>,
         ) -> std::result::Result<tonic::Response<super::OpenJobResponse>, tonic::Status>;
         /// Binds a rank to an incarnation. A higher incarnation fences the older one, also after a restart of a server whose tier
-        /// outlives it; the same one is acknowledged again. A new rank 0 calls it twice on every server: with `fence_only` first, so that
-        /// the versions it then reads can change no more, and once it has brought them together, without.
+        /// outlives it; the same incarnation is acknowledged again. A new rank 0 calls Join twice on every server. The first call has
+        /// `fence_only`: versions that are read afterwards stay. The second call follows once all servers have one version.
         async fn join(
             &self,
             request: tonic::Request<super::JoinRequest>,
@@ -2107,7 +2109,7 @@ pub mod training_server {
             >
             + std::marker::Send
             + 'static;
-        /// Tells every commit after `after_step` as it is decided, and pauses and resumes. A commit whose pause has ended since comes
+        /// Streams every commit after `after_step` once it is decided, and pauses and resumes. A commit whose pause has ended comes
         /// without its `pause_reason`, and with the loss scale that the operator chose. Ranks other than 0 learn the loss scale here.
         async fn watch(
             &self,
@@ -2697,7 +2699,7 @@ pub mod training_server {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ListJobsRequest {
-    /// a job for whose shards the caller wants to know the server's room; absent: none
+    /// the job whose shards `shard_room` counts; absent: no shards are counted
     #[prost(message, optional, tag = "1")]
     pub spec: ::core::option::Option<JobSpec>,
 }
@@ -2714,16 +2716,16 @@ pub struct ListJobsResponse {
     /// the server's own version
     #[prost(string, tag = "4")]
     pub release: ::prost::alloc::string::String,
-    /// its clock: microseconds since 1970, as incarnations are chosen from
+    /// the server's clock, from which incarnations are chosen: microseconds since 1970
     #[prost(uint64, tag = "5")]
     pub unix_micros: u64,
-    /// Shares that identities have of this server, by name: the caller's own, and all of them for one with the jobs `*`.
+    /// Usage of this server by identity: the caller's own, or that of all identities for a caller with the jobs `*`.
     #[prost(message, repeated, tag = "6")]
     pub identities: ::prost::alloc::vec::Vec<IdentityUsage>,
-    /// Shards of the job `spec` for which there is memory and, in a tmpfs or on drives, space, beside those that are here.
+    /// Number of further shards of the job `spec` for which there is memory and, in a tmpfs or on drives, space.
     #[prost(uint32, optional, tag = "7")]
     pub shard_room: ::core::option::Option<u32>,
-    /// The server keeps no shard of any job. As a member of a job with replicas it counts where silent servers are given up.
+    /// The server keeps no shard of any job. In a job with replicas, its answers count when rank 0 gives silent servers up.
     #[prost(bool, tag = "8")]
     pub is_witness: bool,
 }
@@ -2759,7 +2761,7 @@ pub struct DescribeRequest {
     /// all who ask at the same time; more than four of them may wait up to two seconds longer.
     #[prost(bool, tag = "2")]
     pub state_hash: bool,
-    /// leave spec and placement out, as whoever asks often should
+    /// leave spec and placement out, for frequent calls
     #[prost(bool, tag = "3")]
     pub brief: bool,
     /// Also tell the steps decided after this one, of the last 512 that this server saw. Absent: none.
@@ -2793,7 +2795,7 @@ pub struct DescribeResponse {
     pub pushed_bytes: u64,
     #[prost(uint64, tag = "11")]
     pub pulled_bytes: u64,
-    /// who and what the next step waits for; empty when nothing
+    /// the server, rank and shard that the next step waits for; empty if it waits for nothing
     #[prost(string, tag = "12")]
     pub waiting_for: ::prost::alloc::string::String,
     #[prost(string, tag = "13")]
@@ -2813,26 +2815,26 @@ pub struct DescribeResponse {
     pub paced_seconds: f64,
     #[prost(uint64, tag = "19")]
     pub paced_written_bytes: u64,
-    /// what the drives may be written with, as the operator said; 0: not known
+    /// bytes that the drives may be written with, as the operator stated; 0: not known
     #[prost(uint64, tag = "20")]
     pub drive_endurance_bytes: u64,
-    /// In an answer of Describe: with its lists it would exceed the 4 MiB that stock clients accept. spec.params was left out, and
-    /// where that was not enough the other lists too. DescribeInParts has them.
+    /// In an answer of Describe: with all lists the answer would exceed the 4 MiB that stock clients accept. So spec.params is left
+    /// out, and if needed the other lists too. DescribeInParts has them.
     #[prost(bool, tag = "30")]
     pub lists_left_out: bool,
-    /// how many spec.params has
+    /// number of spec.params
     #[prost(uint32, tag = "31")]
     pub tensors: u32,
-    /// and how many elements they have together
+    /// elements of all parameters
     #[prost(uint64, tag = "32")]
     pub parameters: u64,
-    /// what of an nvme job lives on the drives alone, as in --spill: state or all
+    /// parts of an nvme job that live on the drives alone, as in --spill: state or all
     #[prost(string, tag = "33")]
     pub spill: ::prost::alloc::string::String,
     /// the identity that opened the job; empty where callers show none
     #[prost(string, tag = "34")]
     pub owner: ::prost::alloc::string::String,
-    /// for how long nobody has trained, filled or read it
+    /// time since the job was last trained, filled or read
     #[prost(uint64, tag = "35")]
     pub idle_ms: u64,
     /// absent until one was tried
@@ -2844,16 +2846,17 @@ pub struct DescribeResponse {
     /// why the job cannot go on from this server; empty while it can
     #[prost(string, tag = "42")]
     pub failure: ::prost::alloc::string::String,
-    /// how long the job's compute thread was in updates
+    /// time that the job's compute thread has spent in updates
     #[prost(double, tag = "43")]
     pub update_seconds: f64,
     /// here, padding included
     #[prost(uint64, tag = "44")]
     pub elements: u64,
-    /// what one update moves through this server's memory: state in and out, gradients in, images out
+    /// bytes that one update moves through this server's memory: state in and out, gradients in, images out
     #[prost(uint64, tag = "45")]
     pub update_bytes: u64,
-    /// While checkpoints of the job are being written here: the bytes of their parts, and how many of them are in the files. Else 0.
+    /// While checkpoints of the job are being written here: the bytes of their parts, and the bytes that are in the files already.
+    /// Else 0.
     #[prost(uint64, tag = "46")]
     pub checkpoint_bytes: u64,
     #[prost(uint64, tag = "47")]
@@ -2884,13 +2887,13 @@ pub struct DecidedStep {
     /// of the first param group
     #[prost(double, tag = "7")]
     pub learning_rate: f64,
-    /// as rank 0 saw it, if its trainer says so
+    /// on rank 0, if its trainer reports the loss
     #[prost(double, optional, tag = "8")]
     pub loss: ::core::option::Option<f64>,
-    /// How long offloading held up rank 0's trainer, in the step before this one. Absent where rank 0 does not say.
+    /// How long offloading held up rank 0's trainer, in the step before this one. Absent if rank 0 does not report it.
     #[prost(double, optional, tag = "9")]
     pub exposed_seconds: ::core::option::Option<f64>,
-    /// The job's counters at that decision, since the job was opened here. Steps beside each other give speeds.
+    /// The job's counters at that decision, since the job was opened here. Differences between consecutive steps give speeds.
     #[prost(uint64, tag = "10")]
     pub pushed_bytes: u64,
     #[prost(uint64, tag = "11")]
@@ -2908,7 +2911,7 @@ pub struct CheckpointStatus {
     pub version: u64,
     #[prost(uint64, tag = "3")]
     pub sealed_unix_ms: u64,
-    /// Why the last attempt after it failed; empty when none did.
+    /// Why the last attempt after that checkpoint failed; empty if none failed.
     #[prost(string, tag = "4")]
     pub failure: ::prost::alloc::string::String,
     #[prost(uint64, tag = "5")]
@@ -2932,7 +2935,7 @@ pub struct RankStatus {
     /// The version at which this incarnation joined. Contributions to earlier steps came from another process.
     #[prost(uint64, tag = "6")]
     pub joined_at: u64,
-    /// this incarnation has a Watch open here, so its process is there, however long it says nothing
+    /// this incarnation has a Watch open here, so its process lives, however long it is silent
     #[prost(bool, tag = "7")]
     pub watches: bool,
 }
@@ -2952,7 +2955,8 @@ pub struct CheckpointRequest {
     /// 1 to 128 of \[A-Za-z0-9.\_-\]
     #[prost(string, tag = "2")]
     pub name: ::prost::alloc::string::String,
-    /// The current one, or one to come, which is waited for; 0 takes the current one. One that is past is refused (PRECONDITION).
+    /// The current version, or a coming one, which is waited for; 0 takes the current version. A past version is refused
+    /// (PRECONDITION).
     #[prost(uint64, tag = "3")]
     pub version: u64,
     /// Write nothing, and say whether the folder could take this server's part now. `name` and `version` are ignored, and the
@@ -2974,7 +2978,7 @@ pub struct SealCheckpointRequest {
     pub job: ::prost::alloc::string::String,
     #[prost(string, tag = "2")]
     pub name: ::prost::alloc::string::String,
-    /// what each server's Checkpoint returned
+    /// CheckpointResponse.part of each server
     #[prost(string, repeated, tag = "3")]
     pub parts: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
@@ -3020,10 +3024,10 @@ pub struct UnsealedPart {
     /// as CheckpointResponse.part
     #[prost(string, tag = "2")]
     pub part: ::prost::alloc::string::String,
-    /// whose part it is
+    /// the part's server
     #[prost(uint32, tag = "3")]
     pub server: u32,
-    /// of how many
+    /// number of servers
     #[prost(uint32, tag = "4")]
     pub servers: u32,
     #[prost(uint64, tag = "5")]
@@ -3044,10 +3048,10 @@ pub struct CheckpointInfo {
     /// servers whose parts lie in this server's folder
     #[prost(uint32, repeated, tag = "5")]
     pub visible_parts: ::prost::alloc::vec::Vec<u32>,
-    /// left behind by a rollback: the job, or a checkpoint sealed later, is not beyond it
+    /// left behind by a rollback: the job, or a checkpoint sealed later, has no higher version
     #[prost(bool, tag = "6")]
     pub stale: bool,
-    /// why it cannot be restored from this folder; empty when nothing is known against it
+    /// why it cannot be restored from this folder; empty if no damage is known
     #[prost(string, tag = "7")]
     pub damage: ::prost::alloc::string::String,
     /// empty when it was sealed where not all parts were visible
@@ -3062,7 +3066,8 @@ pub struct RestoreRequest {
     pub name: ::prost::alloc::string::String,
     #[prost(enumeration = "RestoreMode", tag = "3")]
     pub mode: i32,
-    /// The longest wait for the answer; 0 takes the server's default. The act goes on after it: ask again to go on waiting.
+    /// The longest wait for the answer; 0 takes the server's default. The act continues after the deadline, and a repeated call
+    /// waits for its end.
     #[prost(uint64, tag = "4")]
     pub deadline_ms: u64,
 }
@@ -3071,7 +3076,7 @@ pub struct RestoreResponse {
     /// absent when the job is not open here
     #[prost(message, optional, tag = "1")]
     pub progress: ::core::option::Option<JobProgress>,
-    /// The checkpoint's, and all absent in the answer to RESTORE_MODE_RELEASE.
+    /// Properties of the checkpoint, absent in the answer to RESTORE_MODE_RELEASE.
     #[prost(uint64, tag = "2")]
     pub version: u64,
     #[prost(uint64, tag = "3")]
@@ -3103,13 +3108,13 @@ pub struct ExportRequest {
     #[prost(bool, tag = "5")]
     pub state: bool,
 }
-/// Shards come in any order, each array of a shard from its start on. A stream that ends without `end` has an error, and what came is of no use.
-/// A reader that takes nothing for 10 s is cut off (DEADLINE). So is a reader whom training has overtaken while the server had no
-/// memory to copy the version to (EXHAUSTED, export.reader). A job may have four exports under way; a fifth is refused
+/// Shards come in any order, each array of a shard from its start on. A stream without `end` has failed, and its data is of no
+/// use. A reader that takes nothing for 10 s is cut off (DEADLINE). So is a reader whom training has overtaken while the server
+/// had no memory to copy the version to (EXHAUSTED, export.reader). A job may have four exports under way; a fifth is refused
 /// (EXHAUSTED, exports).
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ExportResponse {
-    /// with `end`: what was exported
+    /// with `end`: the exported version
     #[prost(uint64, tag = "1")]
     pub version: u64,
     /// alone in the last message
@@ -3124,7 +3129,7 @@ pub struct ExportResponse {
     pub crc32: u32,
     #[prost(enumeration = "StateArray", tag = "6")]
     pub array: i32,
-    /// with `end`: how many steps updated, up to that version
+    /// with `end`: number of steps that updated, up to that version
     #[prost(uint64, tag = "7")]
     pub applied: u64,
     /// little-endian, at most 1 MiB
@@ -3152,14 +3157,14 @@ pub struct ResumeResponse {}
 pub struct ScaleRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
-    /// Addresses of all servers that the job shall have, as its ranks dial them. Empty beside `lost`: a word on losses alone, which
-    /// rank 0 may say too, and which replaces no wish.
+    /// Addresses of all servers that the job shall have, as its ranks dial them. Empty with `lost`: the request only reports losses,
+    /// as rank 0 may too, and replaces no wish.
     #[prost(string, repeated, tag = "2")]
     pub servers: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-    /// microseconds since 1970; the same on every server that is told
+    /// microseconds since 1970; the same on every server
     #[prost(uint64, tag = "3")]
     pub asked_micros: u64,
-    /// keep no wish: refuse what the wish would be refused for
+    /// check the wish and refuse it where needed, but keep nothing
     #[prost(bool, tag = "4")]
     pub check: bool,
     /// largest part of a step that updates may wait for moves, above 0, at most 1; 0: 0.05
@@ -3174,7 +3179,7 @@ pub struct ScaleRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ScaleResponse {}
-/// How far a server is with the shards that it shall have.
+/// A server's progress with the shards that it shall have.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Scaling {
     /// addresses that an operator asked for; empty without a wish
@@ -3202,7 +3207,7 @@ pub struct Scaling {
     /// shards of a job with replicas that have none now
     #[prost(uint32, tag = "10")]
     pub unreplicated_shards: u32,
-    /// numbers of servers that are gone for good, as an operator or rank 0 says
+    /// numbers of servers that an operator or rank 0 has given up as lost
     #[prost(uint32, repeated, tag = "11")]
     pub lost: ::prost::alloc::vec::Vec<u32>,
     /// of the placement
@@ -3213,10 +3218,10 @@ pub struct Scaling {
 pub struct StepBackRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
-    /// that rank 0 has fenced with
+    /// the incarnation with which rank 0 has fenced
     #[prost(uint64, tag = "2")]
     pub incarnation: u64,
-    /// the one before the current; the current one changes nothing
+    /// the version before the current one; the current version changes nothing
     #[prost(uint64, tag = "3")]
     pub version: u64,
     /// Commit.decided_by of the decision that is taken back; another one is refused (CONFLICT). 0 is not compared.
@@ -3232,8 +3237,8 @@ pub struct StepBackResponse {
 pub struct DeleteJobRequest {
     #[prost(string, tag = "1")]
     pub job: ::prost::alloc::string::String,
-    /// Delete also a job that this server keeps and cannot open. What cannot be read now, since a drive is missing or damaged, is
-    /// then lost for good. Without this such a job is refused as PRECONDITION.
+    /// Delete also a job that this server keeps and cannot open. State that is unreadable now, since a drive is missing or damaged,
+    /// is then lost for good. Without this flag the call is refused (PRECONDITION).
     #[prost(bool, tag = "2")]
     pub discard_unreadable: bool,
 }
@@ -3254,7 +3259,7 @@ pub enum RestoreMode {
     Verify = 2,
     /// load this server's part; the job stays in PHASE_LOADING and takes no Upload
     Hold = 3,
-    /// give up what is loaded or being loaded from any checkpoint: the job waits for weights
+    /// give up the part that is loaded or being loaded from any checkpoint: the job waits for weights
     Release = 4,
 }
 impl RestoreMode {
@@ -3422,8 +3427,8 @@ pub mod admin_client {
                 .insert(GrpcMethod::new("longshore.v1.Admin", "Describe"));
             self.inner.unary(req, path, codec).await
         }
-        /// The same in parts of about 1 MiB, for a job of any size. They are joined as protobuf merges messages: the lists spec.params,
-        /// placement.owners, progress.missing_shards and hashes go on from part to part, and all the rest is in the first one.
+        /// Describes a job of any size, in parts of about 1 MiB. Parts are joined as protobuf merges messages: the lists spec.params,
+        /// placement.owners, progress.missing_shards and hashes continue from part to part. All other fields are in the first part.
         pub async fn describe_in_parts(
             &mut self,
             request: impl tonic::IntoRequest<super::DescribeRequest>,
@@ -3450,9 +3455,9 @@ pub mod admin_client {
         }
         /// Writes this server's part of a checkpoint of one version, while training goes on. A job may have two under way; a third is
         /// refused (EXHAUSTED, checkpoints). Where the server has no memory to copy the version to, and the folder is too slow for
-        /// training to wait for it, the checkpoint is ended (EXHAUSTED, checkpoint_dir) and leaves nothing behind.
-        /// If the name is a sealed checkpoint's of this very state, the answer is that checkpoint's part. If it is one's of another
-        /// state, the call is refused as a CONFLICT of `name`.
+        /// training to wait for it, the checkpoint is ended (EXHAUSTED, checkpoint_dir) and leaves nothing behind. If a sealed
+        /// checkpoint of this name has this very state, the answer is that checkpoint's part. If the checkpoint has another state, the
+        /// call is refused as a CONFLICT of `name`.
         pub async fn checkpoint(
             &mut self,
             request: impl tonic::IntoRequest<super::CheckpointRequest>,
@@ -3552,10 +3557,10 @@ pub mod admin_client {
                 .insert(GrpcMethod::new("longshore.v1.Admin", "ListCheckpoints"));
             self.inner.unary(req, path, codec).await
         }
-        /// Fills a job in PHASE_LOADING from a sealed checkpoint made by any number of servers, in acts that may each be repeated.
-        /// With several servers: RESTORE_MODE_HOLD on all of them; compare the answers' `id`; then RESTORE_MODE_WHOLE on all of them.
-        /// A job whose state is the checkpoint's already, and one that has started from it and decided no step, are answered with
-        /// success; any other that is not in PHASE_LOADING is refused.
+        /// Fills a job in PHASE_LOADING from a sealed checkpoint made by any number of servers, in acts that may each be repeated. With
+        /// several servers: RESTORE_MODE_HOLD on all of them; compare the answers' `id`; then RESTORE_MODE_WHOLE on all of them. The
+        /// call also succeeds for a job that has the checkpoint's state, or has started from it and decided no step. Any other job that
+        /// is not in PHASE_LOADING is refused.
         pub async fn restore(
             &mut self,
             request: impl tonic::IntoRequest<super::RestoreRequest>,
@@ -3624,8 +3629,8 @@ pub mod admin_client {
             req.extensions_mut().insert(GrpcMethod::new("longshore.v1.Admin", "Resume"));
             self.inner.unary(req, path, codec).await
         }
-        /// Changes the servers of a job while its ranks train. The wish is kept by every server that is told; rank 0 hears of it (Watch),
-        /// opens the job on new servers, and moves shards with its next decisions. A later wish replaces an earlier one.
+        /// Changes the servers of a job while its ranks train. Every server that gets the wish keeps it. Rank 0 learns of the wish by
+        /// Watch, opens the job on new servers, and moves shards with its next decisions. A later wish replaces an earlier one.
         pub async fn scale(
             &mut self,
             request: impl tonic::IntoRequest<super::ScaleRequest>,
@@ -3750,8 +3755,8 @@ pub mod admin_server {
             >
             + std::marker::Send
             + 'static;
-        /// The same in parts of about 1 MiB, for a job of any size. They are joined as protobuf merges messages: the lists spec.params,
-        /// placement.owners, progress.missing_shards and hashes go on from part to part, and all the rest is in the first one.
+        /// Describes a job of any size, in parts of about 1 MiB. Parts are joined as protobuf merges messages: the lists spec.params,
+        /// placement.owners, progress.missing_shards and hashes continue from part to part. All other fields are in the first part.
         async fn describe_in_parts(
             &self,
             request: tonic::Request<super::DescribeRequest>,
@@ -3761,9 +3766,9 @@ pub mod admin_server {
         >;
         /// Writes this server's part of a checkpoint of one version, while training goes on. A job may have two under way; a third is
         /// refused (EXHAUSTED, checkpoints). Where the server has no memory to copy the version to, and the folder is too slow for
-        /// training to wait for it, the checkpoint is ended (EXHAUSTED, checkpoint_dir) and leaves nothing behind.
-        /// If the name is a sealed checkpoint's of this very state, the answer is that checkpoint's part. If it is one's of another
-        /// state, the call is refused as a CONFLICT of `name`.
+        /// training to wait for it, the checkpoint is ended (EXHAUSTED, checkpoint_dir) and leaves nothing behind. If a sealed
+        /// checkpoint of this name has this very state, the answer is that checkpoint's part. If the checkpoint has another state, the
+        /// call is refused as a CONFLICT of `name`.
         async fn checkpoint(
             &self,
             request: tonic::Request<super::CheckpointRequest>,
@@ -3795,10 +3800,10 @@ pub mod admin_server {
             tonic::Response<super::ListCheckpointsResponse>,
             tonic::Status,
         >;
-        /// Fills a job in PHASE_LOADING from a sealed checkpoint made by any number of servers, in acts that may each be repeated.
-        /// With several servers: RESTORE_MODE_HOLD on all of them; compare the answers' `id`; then RESTORE_MODE_WHOLE on all of them.
-        /// A job whose state is the checkpoint's already, and one that has started from it and decided no step, are answered with
-        /// success; any other that is not in PHASE_LOADING is refused.
+        /// Fills a job in PHASE_LOADING from a sealed checkpoint made by any number of servers, in acts that may each be repeated. With
+        /// several servers: RESTORE_MODE_HOLD on all of them; compare the answers' `id`; then RESTORE_MODE_WHOLE on all of them. The
+        /// call also succeeds for a job that has the checkpoint's state, or has started from it and decided no step. Any other job that
+        /// is not in PHASE_LOADING is refused.
         async fn restore(
             &self,
             request: tonic::Request<super::RestoreRequest>,
@@ -3818,8 +3823,8 @@ pub mod admin_server {
             &self,
             request: tonic::Request<super::ResumeRequest>,
         ) -> std::result::Result<tonic::Response<super::ResumeResponse>, tonic::Status>;
-        /// Changes the servers of a job while its ranks train. The wish is kept by every server that is told; rank 0 hears of it (Watch),
-        /// opens the job on new servers, and moves shards with its next decisions. A later wish replaces an earlier one.
+        /// Changes the servers of a job while its ranks train. Every server that gets the wish keeps it. Rank 0 learns of the wish by
+        /// Watch, opens the job on new servers, and moves shards with its next decisions. A later wish replaces an earlier one.
         async fn scale(
             &self,
             request: tonic::Request<super::ScaleRequest>,
