@@ -464,7 +464,7 @@ def stage_3(out: Path) -> dict[str, Any]:
         peak = parts.sharded.peak_weight_bytes if parts.sharded else 0
         for training in (whole, parts):
             training.optimizer.close()
-    # At stage 3 the plan's room for weights is what this memory leaves beside gradients and activations.
+    # At stage 3 the plan keeps weights in the part of the memory that gradients and activations leave free.
     flags = ["--params", str(compute["parameters"]), "--sequences", str(batch), "--context", str(length), "--keep-activations"]
     plan = _plan(out, flags, _tflops(compute, "forward and backward"))
     least = sum(stage["gradient_bytes"] + stage["activation_bytes"] for stage in plan["gpus"]["stages"] if stage["stage"] == 3)

@@ -359,7 +359,7 @@ impl Cluster {
         stopped.into_iter().for_each(|process| sim.stop(process, false));
     }
 
-    /// Kills processes, except for one in `part`, which is stopped. Returns the stopped ones.
+    /// Kills processes, and stops about one of `part` processes instead. Returns the stopped processes.
     fn end_ranks(&self, processes: Vec<ProcessId>, part: u64) -> Vec<ProcessId> {
         let mut stopped = Vec::new();
         for process in processes {

@@ -165,7 +165,7 @@ fn calls(line: &str) -> Vec<Call> {
 #[track_caller]
 fn is_taken(place: &str, words: &[String]) {
     let help = run(&words[0], binaries::command(&words[0]).args(&words[1..]).arg("--help"));
-    // A flag may stand in prose without its value, so that complaint counts as taken.
+    // Prose may name a flag without its value, so the parser may complain about a missing value.
     let taken = help.code == 0 || help.stderr.contains("a value is required");
     assert!(taken, "{place}: {}: {}", words.join(" "), help.stderr);
 }

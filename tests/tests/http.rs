@@ -131,7 +131,7 @@ fn a_decision_that_does_not_come_is_waited_for_by_name() {
     let (name, http) = (server.address().to_string(), http::address(&server));
     let pipeline = undecided(&name, "undecided");
     let waits = "the decision on step 1 (its commit) from rank 0";
-    // Earlier the server waits for more chunks, and for nothing while it sums.
+    // Before that, the server waits for chunks, and while it sums, for nothing.
     eventually("the server to wait for the decision", || {
         let page = http::json(&http, "/status.json");
         (page["jobs"][0]["waiting_for"] == waits).then_some(())

@@ -361,7 +361,7 @@ fn empty_elements_are_refused_before_they_are_decoded() {
             assert_eq!(fault_from_status(&status, "").field, "request", "{status}");
         });
         let mut peer = Peer::connect(server.address()).unwrap();
-        // As many slices as the first window of a stream takes.
+        // The message fills the first window of a stream.
         let pull = PullRequest { slices: vec![Slice::default(); 30_000], ..Default::default() };
         ask(&mut peer, 1, PULL, &encode(&pull).head);
         assert!(peer.is_alive());

@@ -24,7 +24,7 @@ const LINES: Duration = Duration::from_secs(30);
 /// A bar, or a line with the elapsed time if the total is unknown. Dropping the value clears the bar or line.
 pub(crate) struct Progress {
     bar: ProgressBar,
-    /// Time of the last line in place of a bar. None if no lines are printed.
+    /// Time at which the last line was printed, where lines replace the bar. None if no lines are printed.
     told: Option<Mutex<Instant>>,
 }
 

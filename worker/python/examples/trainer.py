@@ -85,7 +85,7 @@ def main(
     model = tiny_llama(dropout)
     options_of_job = {"lr": 3e-3, "weight_decay": 0.0, "servers": servers, "job": job}
     if is_built:
-        # For trainers that take only optimizers=, as TRL's DPOTrainer does.
+        # Some trainers, such as TRL's DPOTrainer, take only optimizers=.
         optimizer = {"optimizers": (longshore.AdamW(model.named_parameters(), **options_of_job), None)}
     else:
         optimizer = {"optimizer_cls_and_kwargs": (longshore.AdamW, options_of_job)}

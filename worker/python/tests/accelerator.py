@@ -311,8 +311,8 @@ class Simulated:
         self.thread.submit(self._do, wanted).result()
 
     def _do(self, wanted: list[Operation]) -> None:
-        """Does the wanted operations and their predecessors. ``ways`` decides on other
-        operations: none, some or all possible ones before, or all that are queued."""
+        """Runs the wanted operations and their predecessors. ``ways`` decides which other operations run: none, some or all
+        possible ones before, or all that are queued."""
         with self.lock:
             self._use_again()
             way = self.random.choice(self.ways)
@@ -332,7 +332,7 @@ class Simulated:
         return True
 
     def _wait_for_others(self, left: list[Operation]) -> None:
-        """Waits until one of these operations may be ready, where none is."""
+        """Waits until one of these operations may have become ready. Called when none is ready."""
         raise AssertionError("operations wait for each other")
 
     def _all(self, operations: list[Operation], awaited: list[Operation] | None = None) -> None:
@@ -510,7 +510,7 @@ def ended(device: Simulated, model: nn.Module, optimizer: longshore.AdamW, resul
 
 
 def advance(fetch: _fetch.Fetch) -> None:
-    """Like the package's own function, once everything has come to the host."""
+    """Replaces the package's function of this name, and first waits until all weights are in the host's memory."""
     if fetch.read is not None:
         wait([fetch.read])
     fetch._copy()

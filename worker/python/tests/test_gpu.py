@@ -1,4 +1,4 @@
-"""On a GPU, steps have the same bits under any delay, and the results equal torch's. test_order_on_a_device.py has the need of each wait."""
+"""On a GPU, steps have the same bits under any delay, and the results equal torch's. test_order_on_a_device.py shows that each wait is needed."""
 
 import logging
 from typing import Any

@@ -170,7 +170,7 @@ def test_without_jit_and_init_within_jit() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bits_arrive_exactly(dtype: Any) -> None:
-    """With fp32 gradients. Updates have the gradients' type, and 16 bits do not hold each difference."""
+    """Gradients are fp32. Updates have the gradients' type, and 16 bits do not hold each difference."""
     narrow = jax.tree_util.tree_map(lambda leaf: leaf.astype(dtype), init())
     mine, wide = longshore.jax.adamw(1e-2), optax.stateless(lambda updates, _: optax.tree.cast(updates, jnp.float32))
     params, _ = trained(optax.chain(wide, mine), steps=20, params=narrow)

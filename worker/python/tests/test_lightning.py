@@ -114,7 +114,7 @@ def test_a_save_without_an_adapter_says_what_it_lacks(tmp_path: pathlib.Path, wa
 
 @pytest.mark.parametrize("way", ["test", "predict"])
 def test_the_strategy_evaluates_the_newest_weights(tmp_path: pathlib.Path, way: str) -> None:
-    """Evaluates within training, as a callback does that tests now and then."""
+    """Evaluates within training, as some callbacks do."""
     strategy = longshore.lightning.Strategy()
     model = lit.Sorting(None, None)
     optimizer = longshore.AdamW(model.named_parameters(), lr=1e-2, delay=1, warmup_steps=1)

@@ -68,8 +68,8 @@ REFUSED["loaded scatter"] = ({**REFUSED["loaded"][0], **SCATTER}, REFUSED["loade
 
 
 def budget(model: nn.Module, scatters: bool = False) -> int:
-    """Returns the bytes of three layers of a deep model and of one layer's gradients; with slightly more than those of gradients' single
-    bucket, twice, where ranks reduce."""
+    """Returns a budget for three layers of a deep model and one layer's gradients. Where ranks reduce, it also has room for two buckets,
+    each slightly larger than all gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     bucket = 4 * sum(parameter.numel() + 3 * RANKS for parameter in trained)
     return 4 * max(sum(4 * p.numel() for p in layer.parameters()) for layer in model.layers) + 2 * bucket * scatters

@@ -334,7 +334,8 @@ def test_each_batch_of_an_evaluation_is_fetched_ahead() -> None:
     first = batch()
     assert first[:4] == [["1"], ["2"], ["3"], ["4"]]
     for _ in range(3):
-        # The first unit's use looks like the end of the last backward pass, so only later predictions are compared.
+        # The first unit was also the last used one in backward. So its prediction differs, and only the later
+        # predictions are compared.
         assert batch()[1:] == first[1:]
     order.note(units[0], counts=True)
     assert [unit.name for unit in order.upcoming(3)] == ["1", "2", "3"]

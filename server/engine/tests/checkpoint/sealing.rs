@@ -102,7 +102,8 @@ fn another_model_is_refused_and_named() {
         name: JobName::parse("name", "fork").unwrap(),
         gradient_dtype: Dtype::F32,
         image_dtype: Dtype::F16,
-        // A restore may change the seed, as the world size: bits of narrow state differ from then on.
+        // A restore may change the rounding seed, and the world size. From then on, state in fewer bits is rounded
+        // otherwise.
         formats: Formats { seed: 8, ..fp32 },
         world_size: 2,
         micro_steps: 3,

@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(peak.activations, Some(2 * tokens * width * 2 + tokens * width * 34));
         assert_eq!(peak.on_host, 8 * tokens * width * 2);
         assert_eq!(Peak::of(&model, &WORK, Stage::Three).on_host, 0);
-        // A single block has no other block during which its input could wait.
+        // The only block's input stays on the device, since no other block runs meanwhile.
         let one = Peak::of(&Model::transformer_of(1, 1000), &work, Stage::Three);
         assert_eq!(one.activations, Some(tokens * 128 * 2 + tokens * 1000 * 8));
     }

@@ -120,7 +120,8 @@ const fn set(mut lines: [[f32; LANES]; 2], at: usize, line: (f64, f64)) -> [[f32
     lines
 }
 
-/// The line from magnitude to `q` that is lowest at `magnitude`: the line through zero or a decade's.
+/// Returns slope and offset of the line from magnitude to `q` that is lowest at `magnitude`. The lines are one through
+/// zero, and one for each decade.
 const fn lowest_line(magnitude: f64, decades: usize, largest: f64) -> (f64, f64) {
     let mut lowest = (largest, 0.0);
     let mut decade = 0;

@@ -312,8 +312,8 @@ impl ShardPager {
         self.changed.notify_all();
     }
 
-    /// Begins with every shard in `slots`, as in a recovered store, except for shards that lie apart. All checksums are
-    /// known. The resident shards are read first.
+    /// Begins with a recovered store: each shard's state is in its slot of `slots`, unless the shard lies apart. All
+    /// checksums are known. The resident shards are read first.
     pub(super) fn recovered(self: &Arc<Self>, slots: Slots, record: &Record, apart: &[Apart]) {
         let mut state = self.lock();
         (state.slots, state.version) = (slots, record.version);

@@ -76,8 +76,8 @@ impl Found {
                 Err(fault) => without.push((address, reason(&fault))),
             }
         }
-        // A server that has left the job lacks nothing, and is no trouble. Nor is a server beyond the number of shards,
-        // which owns nothing.
+        // A server that has left the job lacks nothing, and is no trouble. If there are more servers than shards, the
+        // servers without a shard are no trouble either.
         let placements = answers.iter().filter_map(|(_, answer)| answer.placement.as_ref());
         if is_complete(answers.iter().map(|(_, answer)| answer)) {
             without.retain(|(_, reason)| reason != GONE);
