@@ -496,8 +496,8 @@ _STEPS = ("small", "large", "offloaded", "largest", "largest_delayed")
 
 
 def floors_of(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns a step's floor by case, from measured pieces. An exact step is backward, then a forward whose modules each wait until their
-    weights are updated, and the copies of the largest tensor. A delayed step is the longest of computing, the update and the copies."""
+    """Returns the least time of a step for each case, from measured pieces. An exact step has backward, a forward that waits for the update of
+    each module's weights, and the copies of the largest tensor. A delayed step takes the longest of computing, the update and the copies."""
     made: dict[str, dict[str, float]] = {}
     link, rates = found.get("links", {}), found.get("update", {})
     out, back = (link.get(better, link.get(plain)) for better, plain in (("to the arena", "to host"), ("from the server", "to device")))

@@ -37,8 +37,8 @@ fn groups_keep_their_results_apart_and_each_block_its_home() {
             Vec::<Vec<usize>>::new()
         );
     }
-    // There are as many blocks as threads, and all wait for each other. So each must be where its share of
-    // its own group is.
+    // Each group has as many blocks as there are threads, and its blocks wait for each other. So each thread must run
+    // its own block of each group.
     let pool = ThreadPool::new(2).unwrap();
     let barrier = Barrier::new(2);
     let block = |()| {

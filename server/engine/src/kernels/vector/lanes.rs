@@ -160,7 +160,7 @@ impl LanesFormat for F16 {
 impl LanesFormat for Bf16 {
     const INTERLEAVED: bool = true;
 
-    /// Each load takes one operation, where elements in order take two.
+    /// Loads the elements of even and of odd index apart, by one operation each. In order they would take two each.
     #[inline(always)]
     unsafe fn load_two<V: Lanes>(from: *const u16) -> [V; 2] {
         let pairs = V::load_words(from.cast());
