@@ -403,8 +403,8 @@ def _largest_model(out: Path, delay: int, state: str, master: str = "fp32", **op
     weights = sum(parameter.nbytes for parameter in model.parameters())
     # A rehearsal has room for one layer's activations.
     memory = torch.cuda.get_device_properties(DEVICE).total_memory if DEVICE.type == "cuda" else 1_300_000
-    # Two images and the gradients; logits with their gradients; activations of 34 bytes for each token, element of the
-    # width, and layer.
+    # Two images and the gradients; logits with their gradients; activations. Activations take 34 bytes for each token,
+    # element of the width, and layer.
     room = 0.75 * memory - 3 * weights - 16 * batch * length * words
     kept = max(0, min(depth, int(room / (34 * batch * length * width))))
     model.layers = nn.ModuleList(layer if place < kept else _Recomputed(layer) for place, layer in enumerate(model.layers))
@@ -496,8 +496,8 @@ _STEPS = ("small", "large", "offloaded", "largest", "largest_delayed")
 
 
 def floors_of(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns the least time of a step for each case, from measured pieces. An exact step has backward, a forward that waits for the update of
-    each module's weights, and the copies of the largest tensor. A delayed step takes the longest of computing, the update and the copies."""
+    """Returns the least time of a step for each case, from measured pieces. An exact step has backward, the copies of the largest tensor, and a
+    forward that waits for each module's weights. A delayed step takes the longest of computing, the update and the copies."""
     made: dict[str, dict[str, float]] = {}
     link, rates = found.get("links", {}), found.get("update", {})
     out, back = (link.get(better, link.get(plain)) for better, plain in (("to the arena", "to host"), ("from the server", "to device")))

@@ -134,8 +134,7 @@ def links(args):
 
 LINK = 100_000_000
 
-# For each name: servers, flags of the bench except its size, flags of `longshore plan` that differ from these, and
-# parameters.
+# For each name: servers, the bench's flags except its size, the plan's flags that differ from these, and parameters.
 CONFIGURATIONS = {
     "exact": (1, [], [], 134_217_728),
     "exact, 4 s of compute": (1, ["--compute-ms", 4000], [], 134_217_728),

@@ -169,7 +169,7 @@ fn a_job_outlives_servers_that_no_operator_speaks_of() {
         let at = random.below(3) as usize;
         let before = words_of_loss(&servers, at);
         servers[at].kill_and_restart();
-        // The job may be back on the server before the test asks for its status, so the test reads the log.
+        // The job may be back on the server before a call for its status, so the test reads the log.
         eventually("a word of its loss", || (words_of_loss(&servers, at) > before).then_some(()));
         until_back(&addresses, &mut running[0]);
         until_replicated(&addresses);

@@ -1,5 +1,4 @@
-//! A simulated server's part in the loss of another server: it takes the operator's command, and names the states of
-//! its replicas.
+//! A simulated server's part in the loss of another server: the operator's command, and the states of its replicas.
 
 use std::collections::BTreeMap;
 

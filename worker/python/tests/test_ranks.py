@@ -239,8 +239,8 @@ def test_a_rank_moves_its_part_of_the_bytes(trained: Found, way: str) -> None:
         assert 4 * senders * elements <= sum(sent) <= 4 * (senders * elements + RANKS * 64 * 1024)
         assert max(sent) < 0.3 * sum(sent)
     for rank in trained[way] if way in WAYS else ():
-        # A step's weights arrive after the step's report. So by the last report this rank has pulled the weights of 5
-        # to 7 steps, and perhaps the frozen weights.
+        # A step's weights arrive after the step's report. So at the last report this rank has the weights of 5 to 7
+        # steps, and perhaps the frozen weights.
         image = rank["bytes"][0][0]  # as large as the gradient, since both are fp32
         assert (STEPS - 1) * image <= sum(pulled for _, pulled in rank["bytes"]) <= (STEPS + 1) * image + 4 * frozen
 

@@ -295,8 +295,8 @@ def loaded(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def ended(options: dict[str, Any]) -> dict[str, Any]:
-    """Closes the model on all ranks. One rank has an error before that, and cannot tell the others. Returns the bytes of frozen weights that
-    a rank requested at the end and in a later evaluation, and the differences in its model."""
+    """Closes the model on all ranks. Before that, a rank has an error and cannot tell the others. Returns the differences in a rank's
+    model, and the bytes of frozen weights that the rank requested at the end and in a later evaluation."""
     rank = distributed.get_rank()
     model = model_of("adapters")
     optimizer = optimizer_of(model, options)

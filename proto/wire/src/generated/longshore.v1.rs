@@ -77,7 +77,7 @@ pub struct JobSpec {
     #[deprecated]
     #[prost(bool, tag = "17")]
     pub worker_local: bool,
-    /// A step leaves a parameter out if no rank has a gradient of it in any micro-step: the parameter's state stays, and the step
+    /// A step leaves a parameter out if no rank has a gradient of it in any micro-step. The parameter's state stays, and the step
     /// does not count for it. Its gradient is sent as -0 in every element (docs/protocol.md, "Parameters without a gradient"). Needs
     /// moments of fp32 or bf16, and at most 65,536 parameters.
     #[prost(bool, tag = "18")]
@@ -666,9 +666,9 @@ pub struct UploadRequest {
     pub crc32: u32,
     #[prost(enumeration = "StateArray", tag = "6")]
     pub array: i32,
-    /// Absent: weights alone fill the job. Present: all arrays of the rule fill the job, which continues from version 0 as after so
-    /// many updates, at least 1. The first chunk on a server decides which, and all others must agree. Moments are rounded to
-    /// nearest if the job keeps them in fewer bits. Sums of squares are not below 0.
+    /// Absent: weights alone fill the job. Present: all arrays of the rule fill the job. Version 0 is then the state after so many
+    /// updates, at least 1. The first chunk on a server decides which, and all others must agree. Moments are rounded to nearest
+    /// if the job keeps them in fewer bits. Sums of squares are not below 0.
     #[prost(uint64, optional, tag = "7")]
     pub applied: ::core::option::Option<u64>,
     /// With `applied`: the parameters with fewer updates, in ascending order, and the number of missing updates; `now` is false. All
@@ -2719,10 +2719,10 @@ pub struct ListJobsResponse {
     /// the server's clock, from which incarnations are chosen: microseconds since 1970
     #[prost(uint64, tag = "5")]
     pub unix_micros: u64,
-    /// Usage of this server by identity: the caller's own, or that of all identities for a caller with the jobs `*`.
+    /// Usage of this server by identity: the caller's own, or with the jobs `*` that of all identities.
     #[prost(message, repeated, tag = "6")]
     pub identities: ::prost::alloc::vec::Vec<IdentityUsage>,
-    /// Number of further shards of the job `spec` for which there is memory and, in a tmpfs or on drives, space.
+    /// Number of further shards of the job `spec` that fit the memory and, in a tmpfs or on drives, the space.
     #[prost(uint32, optional, tag = "7")]
     pub shard_room: ::core::option::Option<u32>,
     /// The server keeps no shard of any job. In a job with replicas, its answers count when rank 0 gives silent servers up.
@@ -2855,8 +2855,7 @@ pub struct DescribeResponse {
     /// bytes that one update moves through this server's memory: state in and out, gradients in, images out
     #[prost(uint64, tag = "45")]
     pub update_bytes: u64,
-    /// While checkpoints of the job are being written here: the bytes of their parts, and the bytes that are in the files already.
-    /// Else 0.
+    /// While checkpoints of the job are being written here: the bytes of their parts, and the bytes written so far. Else 0.
     #[prost(uint64, tag = "46")]
     pub checkpoint_bytes: u64,
     #[prost(uint64, tag = "47")]
@@ -3109,8 +3108,8 @@ pub struct ExportRequest {
     pub state: bool,
 }
 /// Shards come in any order, each array of a shard from its start on. A stream without `end` has failed, and its data is of no
-/// use. A reader that takes nothing for 10 s is cut off (DEADLINE). So is a reader whom training has overtaken while the server
-/// had no memory to copy the version to (EXHAUSTED, export.reader). A job may have four exports under way; a fifth is refused
+/// use. A reader that takes nothing for 10 s is cut off (DEADLINE). So is a reader whose version training overtakes when no
+/// memory is left to copy that version (EXHAUSTED, export.reader). A job may have four exports under way; a fifth is refused
 /// (EXHAUSTED, exports).
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ExportResponse {
@@ -3557,10 +3556,10 @@ pub mod admin_client {
                 .insert(GrpcMethod::new("longshore.v1.Admin", "ListCheckpoints"));
             self.inner.unary(req, path, codec).await
         }
-        /// Fills a job in PHASE_LOADING from a sealed checkpoint made by any number of servers, in acts that may each be repeated. With
-        /// several servers: RESTORE_MODE_HOLD on all of them; compare the answers' `id`; then RESTORE_MODE_WHOLE on all of them. The
-        /// call also succeeds for a job that has the checkpoint's state, or has started from it and decided no step. Any other job that
-        /// is not in PHASE_LOADING is refused.
+        /// Fills a job in PHASE_LOADING from a sealed checkpoint made by any number of servers. Each act may be repeated. With several
+        /// servers: RESTORE_MODE_HOLD on all of them; compare the answers' `id`; then RESTORE_MODE_WHOLE on all of them. The call also
+        /// succeeds for a job in the checkpoint's state, or started from it with no step decided since. Any other job that is not in
+        /// PHASE_LOADING is refused.
         pub async fn restore(
             &mut self,
             request: impl tonic::IntoRequest<super::RestoreRequest>,
@@ -3629,7 +3628,7 @@ pub mod admin_client {
             req.extensions_mut().insert(GrpcMethod::new("longshore.v1.Admin", "Resume"));
             self.inner.unary(req, path, codec).await
         }
-        /// Changes the servers of a job while its ranks train. Every server that gets the wish keeps it. Rank 0 learns of the wish by
+        /// Changes the servers of a job while its ranks train. Every server that gets the wish keeps it. Rank 0 learns of it by
         /// Watch, opens the job on new servers, and moves shards with its next decisions. A later wish replaces an earlier one.
         pub async fn scale(
             &mut self,
@@ -3800,10 +3799,10 @@ pub mod admin_server {
             tonic::Response<super::ListCheckpointsResponse>,
             tonic::Status,
         >;
-        /// Fills a job in PHASE_LOADING from a sealed checkpoint made by any number of servers, in acts that may each be repeated. With
-        /// several servers: RESTORE_MODE_HOLD on all of them; compare the answers' `id`; then RESTORE_MODE_WHOLE on all of them. The
-        /// call also succeeds for a job that has the checkpoint's state, or has started from it and decided no step. Any other job that
-        /// is not in PHASE_LOADING is refused.
+        /// Fills a job in PHASE_LOADING from a sealed checkpoint made by any number of servers. Each act may be repeated. With several
+        /// servers: RESTORE_MODE_HOLD on all of them; compare the answers' `id`; then RESTORE_MODE_WHOLE on all of them. The call also
+        /// succeeds for a job in the checkpoint's state, or started from it with no step decided since. Any other job that is not in
+        /// PHASE_LOADING is refused.
         async fn restore(
             &self,
             request: tonic::Request<super::RestoreRequest>,
@@ -3823,7 +3822,7 @@ pub mod admin_server {
             &self,
             request: tonic::Request<super::ResumeRequest>,
         ) -> std::result::Result<tonic::Response<super::ResumeResponse>, tonic::Status>;
-        /// Changes the servers of a job while its ranks train. Every server that gets the wish keeps it. Rank 0 learns of the wish by
+        /// Changes the servers of a job while its ranks train. Every server that gets the wish keeps it. Rank 0 learns of it by
         /// Watch, opens the job on new servers, and moves shards with its next decisions. A later wish replaces an earlier one.
         async fn scale(
             &self,

@@ -138,8 +138,8 @@ impl fmt::Display for Array {
     }
 }
 
-/// A table of block hashes in a part's tail: 32 bytes a block, shard after shard. A frozen shard has no images. Its
-/// rows of the image tables hold the hash of an empty input, so that a block has the same row number in each table.
+/// A table of block hashes in a part's tail: 32 bytes a block, shard after shard. A block has the same row number in
+/// each table. For a frozen shard, which has no images, the image tables hold the hash of an empty input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Table {
     /// The hashes of master, first and second together, as in the state hash. So one pass over the state makes this

@@ -311,8 +311,8 @@ impl<'a> Simulation<'a> {
         of_server * self.run.servers / self.groups.len() as f64
     }
 
-    /// Returns two times of a transfer to or from all ranks: of the part over its group's link, and of its largest
-    /// shard over one server's link.
+    /// Returns two times of a transfer to or from all ranks. The first is for the part over its group's link. The
+    /// second is for the part's largest shard over one server's link.
     fn transfer_s(&self, part: &Part, share: f64) -> (f64, f64) {
         let all_ranks = |elements: f64| self.run.rank_bytes(elements * share) * self.run.gpus;
         (

@@ -75,8 +75,8 @@ class Ranks(ABC):
         return FrozenParams(frozen, self.layout.count(), self.rank == 0)
 
     def read_kept(self, job: Any, version: int, kept: FrozenParams, has: Callable[[], set[int]]) -> None:
-        """Gives frozen parameters the job's weights. Parameters in parts: each rank reads its part. Whole parameters:
-        each rank pulls a part, and ranks gather the whole, except for the parameters that ``has`` reads and returns."""
+        """Gives frozen parameters the job's weights. Of parameters in parts, each rank reads its part. Of whole parameters,
+        ``has`` reads some and returns their indices. Of the others, each rank pulls a part, and ranks gather the whole."""
         if not kept.described():
             return
         others: set[int] = set()

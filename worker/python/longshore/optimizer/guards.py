@@ -265,7 +265,7 @@ class Watch:
         #: The models' parameters by id, at the last check that passed.
         self._known: dict[int, weakref.ref[Tensor]] = {}
         #: Links from a module to a child or parameter, along the paths to the optimizer's parameters. A link has an
-        #: entry in each of three lists: the module's dictionary, the key there, and the expected value.
+        #: entry in each of three lists: a dictionary of the module, a key, and the expected value.
         self._holders: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._held: list[object] = []

@@ -397,7 +397,7 @@ class Residency:
         return threading.get_ident() != self._thread and not is_in_backward() and not self.is_building
 
     def check_thread(self) -> None:
-        """Refuses a use while another thread uses units: only one thread at a time may pin units and order their uses."""
+        """Refuses a use while another thread uses units. Only one thread at a time may pin units and order their uses."""
         if not self.is_of_another_thread():
             return
         with self._lock:

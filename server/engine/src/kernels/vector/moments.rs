@@ -113,8 +113,8 @@ impl<V: Lanes> Moments<V> for Rounded<V> {
     }
 }
 
-/// Moments in 8-bit codes. New moments stay f32 here: their codes depend on the block's largest new value, which the
-/// loop finds on the way.
+/// Moments in 8-bit codes. New moments stay f32 here, since their codes depend on the block's largest new value. The
+/// loop finds that value on the way.
 #[derive(Clone, Copy)]
 pub(super) struct Coded<V> {
     first: CodedMoment<V>,
