@@ -64,16 +64,6 @@ impl Rule {
     pub fn from_number(number: i32) -> Option<Rule> {
         Rule::ALL.into_iter().find(|rule| rule.number() == number)
     }
-
-    /// Lists the names of the selected rules for an error text, such as `adamw, adam or sgd`.
-    pub fn names(rules: impl Fn(Rule) -> bool) -> String {
-        let names: Vec<_> =
-            Rule::ALL.into_iter().filter(|&rule| rules(rule)).map(|rule| rule.name()).collect();
-        match names.split_last() {
-            Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
-            _ => names.concat(),
-        }
-    }
 }
 
 /// Hyperparameters of one param group for one step, with PyTorch's meanings.

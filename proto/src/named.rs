@@ -1,6 +1,6 @@
 //! Enums whose values have names, as command lines, files and errors write them.
 
-/// Gives an enum `ALL`, `name` and `Display` by the names of its values. With a field's name also `FromStr`, which
+/// Gives an enum `ALL`, `name`, `names` and `Display` by the names of its values. With a field's name also `FromStr`, which
 /// reads further names behind `|` too. The error for an unknown name states the field.
 macro_rules! named {
     ($type:ident; $($value:ident = $name:literal),+ $(,)?) => {
@@ -10,6 +10,16 @@ macro_rules! named {
             pub fn name(self) -> &'static str {
                 match self {
                     $($type::$value => $name,)+
+                }
+            }
+
+            /// Lists the names of the selected values for a text, such as `memory, shm or nvme`.
+            pub fn names(selects: impl Fn($type) -> bool) -> String {
+                let names: Vec<_> =
+                    $type::ALL.into_iter().filter(|&value| selects(value)).map($type::name).collect();
+                match names.split_last() {
+                    Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
+                    _ => names.concat(),
                 }
             }
         }

@@ -49,8 +49,7 @@ pub enum Lifetime {
 impl Lifetime {
     /// Returns the names of the tiers with this lifetime, for texts.
     pub fn tiers(self) -> String {
-        let tiers = TierKind::ALL.into_iter().filter(|tier| tier.properties().lifetime == self);
-        tiers.map(TierKind::name).collect::<Vec<_>>().join(" or ")
+        TierKind::names(|tier| tier.properties().lifetime == self)
     }
 }
 

@@ -131,7 +131,7 @@ const UNEVEN: [LeftOut; 2] =
 #[test]
 fn each_parameter_goes_on_from_its_own_count() {
     for rule in Rule::ALL {
-        for tier in [TierKind::Memory, TierKind::Shm, TierKind::Nvme] {
+        for tier in TierKind::ALL {
             let spec = JobSpec { tier, ..job(rule, Formats::default()) };
             let dirs = Dirs::new(1);
             let positive: Vec<f32> = weights(&spec, 5).iter().map(|value| value.abs()).collect();

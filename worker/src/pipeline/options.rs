@@ -7,7 +7,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use longshore_proto::{Correction, Fault, Hyper, JobSpec, Step, limits::MAX_MICRO_STEPS};
+use longshore_proto::{Correction, Fault, Hyper, JobSpec, Rule, Step, limits::MAX_MICRO_STEPS};
 
 use crate::{error::Result, loss_scale::LossScaler, push::Accumulator, schedule::Schedule, session::Session};
 
@@ -167,8 +167,8 @@ impl fmt::Debug for PipelineOptions {
 /// measurements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DelayCorrection {
-    /// Images are ahead of the master weights by the known part of the next step, for rules with momentum: AdamW,
-    /// Adam, SGD.
+    /// Images are ahead of the master weights by the known part of the next step. See
+    /// [`Rule::can_look_ahead`].
     #[default]
     LookAhead,
     /// Images equal the master weights.
@@ -181,7 +181,8 @@ const NONE: &str = "none";
 impl DelayCorrection {
     pub(super) fn validate(self, spec: &JobSpec) -> Result<(), Fault> {
         if self == DelayCorrection::LookAhead && !spec.rule.can_look_ahead() {
-            let limit = "a rule with momentum (adamw, adam, sgd) where delayed steps look ahead";
+            let rules = Rule::names(Rule::can_look_ahead);
+            let limit = format!("a rule with momentum ({rules}) where delayed steps look ahead");
             let remedy = "train exactly, or turn the correction off (none); docs/delay.md says the cost";
             return Err(Fault::invalid("spec.rule", spec.rule, limit, remedy));
         }

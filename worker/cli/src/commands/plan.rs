@@ -64,8 +64,7 @@ pub(super) struct Args {
     /// Master weights: fp32 or bf16
     #[arg(long, default_value = "fp32", value_name = "FORMAT")]
     master: MasterFormat,
-    /// Where the state lives: memory, shm or nvme
-    #[arg(long, default_value = "memory")]
+    #[arg(long, default_value = "memory", help = format!("Where the state lives: {}", TierKind::names(|_| true)))]
     tier: TierKind,
     /// Folders of each server's nvme tier
     #[arg(long, default_value_t = 1, value_name = "N")]

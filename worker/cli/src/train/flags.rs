@@ -66,8 +66,7 @@ pub struct Flags {
     /// parameter of the worker's memory)
     #[arg(long, value_enum, default_value_t = Accumulator::Servers, help_heading = "Training")]
     pub(crate) accumulate: Accumulator,
-    /// adamw, adam, sgd, lion, adagrad or nadam
-    #[arg(long, default_value = "adamw", help_heading = "Training")]
+    #[arg(long, default_value = "adamw", help = Rule::names(|_| true), help_heading = "Training")]
     pub(crate) optimizer: Rule,
     /// Peak learning rate
     #[arg(long, default_value_t = 3e-3, help_heading = "Training")]
@@ -96,7 +95,7 @@ pub struct Flags {
     /// Exact steps before the delay starts
     #[arg(long, default_value_t = longshore_worker::schedule::DEFAULT_WARMUP_STEPS, help_heading = "Offloading")]
     pub(crate) warmup_steps: u64,
-    /// The correction of the delay: look-ahead, or none (for lion, adagrad and nadam) [default: look-ahead]
+    /// The correction of the delay: look-ahead, or none for rules that cannot look ahead [default: look-ahead]
     #[arg(long, help_heading = "Offloading")]
     pub(crate) correction: Option<DelayCorrection>,
     /// Gradients on the wire: bf16, f16 or f32
@@ -111,10 +110,7 @@ pub struct Flags {
     /// Elements of a shard, a multiple of 65536 [default: the model in 16 shards, at most 4 Mi elements each]
     #[arg(long, help_heading = "Offloading")]
     pub(crate) shard_elements: Option<u64>,
-    /// Where the servers keep master weights and optimizer state: memory, shm (survives the server's
-    /// process), or nvme (their --state-dir). Without --servers, nvme takes --state-dir and shm --shm-dir, and the same
-    /// command continues a run that was killed
-    #[arg(long, default_value = "memory", help_heading = "Offloading")]
+    #[arg(long, default_value = "memory", help = tier_help(), help_heading = "Offloading")]
     pub(crate) tier: TierKind,
     /// Moments on the servers: fp32, bf16, or block8 (8 bits, and a scale for each 256). See docs/update.md
     #[arg(long, default_value = "fp32", value_name = "FORMAT", help_heading = "Offloading")]
@@ -199,6 +195,15 @@ pub struct Flags {
 pub(crate) enum Accumulator {
     Servers,
     Worker,
+}
+
+fn tier_help() -> String {
+    let (all, host, drive) = (TierKind::names(|_| true), Lifetime::Host.tiers(), Lifetime::Drive.tiers());
+    format!(
+        "Where the servers keep master weights and optimizer state: {all}. {host} survives the server's process, and \
+         {drive} a power loss. Without --servers, {host} takes --shm-dir and {drive} --state-dir, and the same command \
+         continues a run that was killed"
+    )
 }
 
 /// Largest number of sequences or of batches. A larger number is a typing error, and products with this one fit in 64

@@ -144,9 +144,10 @@ impl Owned {
         let mut first = Array::noisy(Kind::F32, of(0), noise, wild);
         let mut second = Array::noisy(Kind::F32, of(1), noise, wild);
         // Unless wild, sums of squares are not negative.
-        let squares = if rule == Rule::Adagrad { &mut first } else { &mut second };
-        if !wild {
-            squares.floats().iter_mut().for_each(|x| *x = x.abs());
+        for (slot, array) in [&mut first, &mut second].into_iter().enumerate() {
+            if Code::of(rule, slot) == Code::Unsigned && !wild {
+                array.floats().iter_mut().for_each(|x| *x = x.abs());
+            }
         }
         Owned { master, first, second }
     }
