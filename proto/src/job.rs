@@ -14,7 +14,7 @@ use crate::{
     },
     partition::{self, Partition},
     placement::Placement,
-    properties::{JobProperties, TierKind},
+    properties::{JobProperties, Lifetime, TierKind},
     state::{Formats, StateFormat},
 };
 
@@ -145,8 +145,8 @@ impl JobSpec {
         range("max_delay", self.max_delay.into(), 0, MAX_DELAY.into())?;
         range("groups", self.groups.len() as u64, 1, MAX_GROUPS as u64)?;
         range("replicas", self.replicas.into(), 1, 2)?;
-        if self.replicas > 1 && self.tier != TierKind::Memory {
-            let limit = "memory, with replicas 2";
+        if self.replicas > 1 && self.properties().survives_restart() {
+            let limit = format!("{}, with replicas 2", Lifetime::Process.tiers());
             let remedy = "leave replicas out: drives keep what a server has lost";
             return Err(Fault::invalid("spec.tier", self.tier, limit, remedy));
         }

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use longshore_proto::{Fault, JobSpec, Layout, Placement, ServerId, ShardId, TierKind};
+use longshore_proto::{Fault, JobSpec, Layout, Lifetime, Placement, ServerId, ShardId, TierKind};
 use rustix::fs::statvfs;
 
 use super::{
@@ -58,10 +58,10 @@ pub fn space(spec: &JobSpec, need: &Need) -> u64 {
 
 /// Returns the free bytes of the file systems on which a job's tier keeps files. State directories count together.
 pub fn free_space(spec: &JobSpec, storage: &Storage) -> u64 {
-    let folders = match spec.tier {
-        TierKind::Memory => return u64::MAX,
-        TierKind::Shm => storage.shm_dir.as_slice(),
-        TierKind::Nvme => &storage.dirs,
+    let folders = match spec.properties().lifetime {
+        Lifetime::Process => return u64::MAX,
+        Lifetime::Host => storage.shm_dir.as_slice(),
+        Lifetime::Drive => &storage.dirs,
     };
     let free = |dir: &PathBuf| statvfs(dir).map_or(0, |found| found.f_bavail.saturating_mul(found.f_frsize));
     folders.iter().map(free).fold(0, u64::saturating_add)
@@ -123,8 +123,8 @@ pub(super) fn inspect(folder: &Folder, header: Header, buffers: KeptBuffers) -> 
         TierKind::Nvme => nvme::inspect(folder, header),
         TierKind::Shm => shm::inspect(folder, header, buffers),
         TierKind::Memory => Err(corrupt(
-            format!("{} (tier memory)", folder.path.display()),
-            "tier nvme or shm",
+            format!("{} (tier {})", folder.path.display(), header.tier),
+            format!("tier {}", TierKind::names(|tier| tier.properties().survives_restart())),
             "the header is not one that a server wrote: restore a checkpoint",
         )),
     }

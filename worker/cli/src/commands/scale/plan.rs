@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use longshore_engine::{admission::Need, tier::Storage};
-use longshore_proto::{Fault, FaultKind, JobSpec, Layout, NO_SERVER, Placement, ServerId, ShardId, TierKind};
+use longshore_proto::{
+    Fault, FaultKind, JobSpec, Layout, Lifetime, NO_SERVER, Placement, ServerId, ShardId, TierKind,
+};
 use longshore_wire::{Wire, v1};
 use longshore_worker::{
     pipeline::{Moved, check_holders, plan_moves, wanted_tier},
@@ -225,12 +227,12 @@ impl Part {
 }
 
 /// Returns the refusal of a server whose file systems have no room for its shards. A server without a folder for the
-/// tier has no room. None for tier `memory`, where the bytes decide.
+/// tier has no room. None for tiers without files, where the bytes decide.
 fn lacks(spec: &JobSpec, address: &str, room: usize) -> Option<Fault> {
-    let (field, flag) = match spec.tier {
-        TierKind::Memory => return None,
-        TierKind::Shm => ("shm_dir", "--shm-dir"),
-        TierKind::Nvme => ("state_dir", "--state-dir"),
+    let (field, flag) = match spec.properties().lifetime {
+        Lifetime::Process => return None,
+        Lifetime::Host => ("shm_dir", "--shm-dir"),
+        Lifetime::Drive => ("state_dir", "--state-dir"),
     };
     let value = format!("room for {room} shards of tier {} on {address}", spec.tier.name());
     let remedy = format!("start it with {flag}, free space there, or name other servers");
