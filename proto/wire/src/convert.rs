@@ -326,5 +326,13 @@ mod tests {
         assert_eq!(StateFormat::ALL.map(|format| format as i32), states);
         let masters = [v1::MasterFormat::F32, v1::MasterFormat::Bf16].map(i32::from);
         assert_eq!(MasterFormat::ALL.map(|format| format as i32), masters);
+        for rule in Rule::ALL {
+            let name = format!("RULE_{}", rule.name().to_uppercase());
+            assert_eq!(v1::Rule::from_str_name(&name).map(i32::from), Some(rule.number()), "{name}");
+        }
+        for tier in TierKind::ALL {
+            let name = format!("TIER_{}", tier.name().to_uppercase());
+            assert_eq!(v1::Tier::from_str_name(&name).map(i32::from), Some(tier.number()), "{name}");
+        }
     }
 }
