@@ -25,8 +25,6 @@ from longshore.transfer.options import Options
 
 __all__ = ["LongshoreArgs", "Plugin"]
 
-_RULES = {"adamw": optim.AdamW, "adam": optim.Adam, "sgd": optim.SGD, "adagrad": optim.Adagrad, "lion": optim.Lion, "nadam": optim.NAdam}
-
 
 class LongshoreArgs(BaseModel):
     """The plugin's additions to Axolotl's configuration: options of :class:`longshore.transfer.options.Options`, and ``rule``."""
@@ -59,8 +57,8 @@ class Plugin(BasePlugin):
 def _optimizer(cfg: Any, args: Any) -> tuple[type[optim.Optimizer], dict[str, Any]]:
     options = dict(cfg.get("longshore") or {})
     rule = options.pop("rule", "adamw")
-    if rule not in _RULES:
-        raise invalid("longshore.rule", repr(rule), "one of " + ", ".join(_RULES), "choose one of them")
+    if rule not in optim.RULES:
+        raise invalid("longshore.rule", repr(rule), "one of " + ", ".join(optim.RULES), "choose one of them")
     if options.get("streaming"):
         remedy = "leave it out: the trainer clips and accumulates"
         raise invalid("longshore.streaming", True, "left out under Axolotl", remedy)
@@ -71,4 +69,4 @@ def _optimizer(cfg: Any, args: Any) -> tuple[type[optim.Optimizer], dict[str, An
     arguments: dict[str, Any] = {"lr": args.learning_rate}
     if rule in ("adamw", "adam"):
         arguments |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return _RULES[rule], {**arguments, **options}
+    return optim.RULES[rule], {**arguments, **options}

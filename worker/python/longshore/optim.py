@@ -237,6 +237,7 @@ class AdamW(_Rule):
     """
 
     rule = "adamw"
+    _moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -261,6 +262,7 @@ class Adam(_Rule):
     """``torch.optim.Adam`` with its arguments: weight decay is added to the gradient. See :class:`AdamW`."""
 
     rule = "adam"
+    _moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -296,6 +298,7 @@ class NAdam(_Rule):
     """
 
     rule = "nadam"
+    _moments = ("exp_avg", "exp_avg_sq")
     _lasting = ("beta1", "momentum_decay")
 
     def __init__(
@@ -335,6 +338,7 @@ class SGD(_Rule):
     """``torch.optim.SGD`` with its arguments. See :class:`AdamW`."""
 
     rule = "sgd"
+    _moments = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -362,6 +366,7 @@ class Adagrad(_Rule):
     """
 
     rule = "adagrad"
+    _moments = ("sum",)
 
     def __init__(
         self,
@@ -385,6 +390,7 @@ class Lion(_Rule):
     """Lion as in Algorithm 2 of its paper, with decoupled weight decay. See :class:`AdamW`."""
 
     rule = "lion"
+    _moments = ("exp_avg",)
 
     def __init__(
         self,
@@ -396,3 +402,6 @@ class Lion(_Rule):
     ) -> None:
         super().__init__(params, _settings(locals()), dict(options))
 
+
+#: The class of each rule of the servers, by the rule's name.
+RULES: dict[str, type[Optimizer]] = {kind.rule: kind for kind in _Rule.__subclasses__()}

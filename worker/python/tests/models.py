@@ -123,13 +123,16 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-#: For each rule, the package's optimizer, torch's optimizer, and the arguments of both.
+_ARGUMENTS = {
+    "adamw": {"weight_decay": 0.1},
+    "sgd": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 1e-3},
+    "adagrad": {"lr": 1e-2, "lr_decay": 1e-3, "weight_decay": 1e-3},
+}
+#: For each rule that torch has, the package's optimizer, torch's optimizer, and the arguments of both.
 RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "adamw": (longshore.AdamW, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}),
-    "adam": (longshore.Adam, torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
-    "momentum": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 1e-3}),
-    "adagrad": (longshore.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 1e-3, "weight_decay": 1e-3}),
-    "nadam": (longshore.NAdam, torch.optim.NAdam, {"lr": 1e-3, "weight_decay": 0.01}),
+    rule: (kind, getattr(torch.optim, kind.__name__), {"lr": 1e-3, "weight_decay": 0.01, **_ARGUMENTS.get(rule, {})})
+    for rule, kind in longshore.optim.RULES.items()
+    if rule != "lion"
 }
 
 

@@ -87,7 +87,7 @@ def test_groups_scheduler_clipping_and_accumulation(name: str, streaming: bool) 
 
 ALL_RULES = {
     **RULES,
-    "sgd": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2}),
+    "plain": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2}),
     "nesterov": (longshore.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
 }
 

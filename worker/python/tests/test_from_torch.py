@@ -151,7 +151,7 @@ def test_weights_that_the_model_was_given_count(source: str, comes: str, tmp_pat
     assert bool((full[0]["master"] == 0.5).all()) and full[0]["step"] == (1 if source == "safetensors" else 2)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+@pytest.mark.parametrize("rule", ["adamw", "sgd"])
 def test_a_parameter_without_state_begins_with_zeros(rule: str) -> None:
     """An expert that no step has used has no state in torch's file."""
     kind, reference, arguments = RULES[rule]

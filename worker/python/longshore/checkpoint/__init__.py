@@ -95,7 +95,7 @@ def load_deepspeed(
     if optimizer.rule not in ("adamw", "adam"):
         raise invalid("optimizer", optimizer.rule, "adamw or adam", "DeepSpeed's universal checkpoints have Adam's moments", StateError)
     zero = _zero_folder(Path(folder), tag)
-    keys = (_FP32, *filling.NAMES[optimizer.rule])
+    keys = (_FP32, *optimizer._moments)
 
     def read(array: int, param: Param) -> Any:
         content = torch.load(zero / param.name / f"{keys[array]}.pt", mmap=True, weights_only=True, map_location="cpu")
@@ -149,15 +149,14 @@ def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
     Raises:
         InvalidError: if the file exists, or the drive is full.
     """
-    connection, rule, path = optimizer._settle(), optimizer.rule, Path(path)
+    connection, names, path = optimizer._settle(), optimizer._moments, Path(path)
     if not optimizer.is_first_rank:
         return
     if path.exists():
         raise invalid(str(path), "there", "a new file", "name another one, or remove it")
     places = {id(tensor): place for place, tensor in enumerate(optimizer._tensors())}
     numbers = [places[id(param.tensor)] for param in connection.params]
-    names = filling.NAMES[rule]
-    with_step = rule != "sgd"
+    with_step = optimizer.rule != "sgd"
     groups = _groups(optimizer)
     of_param = [optimizer.param_groups[index] for index, group in enumerate(optimizer.param_groups) for _ in group["params"]]
 
@@ -175,7 +174,7 @@ def save_torch(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
     with _files.draft(path.with_name(f".{path.name}.draft")) as folder:
         written = _files.mapped(folder / path.name, content)
         states = [written["state"][number] for number in numbers]
-        steps = connection.export_state(rule, states, alone=True)
+        steps = connection.export_state(names, states, alone=True)
         for number, state, applied in zip(numbers, states, steps, strict=True):
             if with_step:
                 state[_STEP].fill_(applied)
@@ -208,8 +207,8 @@ def save_deepspeed(
     """
     if optimizer.rule not in ("adamw", "adam"):
         raise invalid("optimizer", optimizer.rule, "adamw or adam", "DeepSpeed's universal checkpoints have Adam's moments")
-    connection, rule = optimizer._settle(), optimizer.rule
-    names = {"master": _FP32, **{name: name for name in filling.NAMES[rule]}}
+    connection, moments = optimizer._settle(), optimizer._moments
+    names = {"master": _FP32, **{name: name for name in moments}}
     tag = tag or f"global_step{int(optimizer._applied)}_universal"
     if not optimizer.is_first_rank:
         return tag
@@ -220,7 +219,7 @@ def save_deepspeed(
             of_param.mkdir(parents=True)
             files = {array: _files.mapped(of_param / f"{name}.pt", partial(_universal, param)) for array, name in names.items()}
             states.append({array: file["param"] for array, file in files.items()})
-        steps = connection.export_state(rule, states, alone=True)
+        steps = connection.export_state(moments, states, alone=True)
         del states, files
         applied = steps[0]
         for param, count in zip(connection.params, steps, strict=True):

@@ -25,7 +25,7 @@ describes, and an interrupted act leaves the state that tells how to go on.
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -362,17 +362,17 @@ class Connection:
         """Returns the frozen parameters that servers keep and each rank has whole."""
         return self._kept.whole()
 
-    def full_state(self, rule: str) -> tuple[list[int], list[dict[str, Tensor]]]:
+    def full_state(self, moments: Sequence[str]) -> tuple[list[int], list[dict[str, Tensor]]]:
         """Returns the number of updates of each parameter of the newest version, and all state of each."""
-        states = _filling.allocate(rule, self.params)
-        return self.export_state(rule, states), states
+        states = _filling.allocate(moments, self.params)
+        return self.export_state(moments, states), states
 
     def left_out(self) -> dict[int, int]:
         """Returns by parameter the number of steps that left it out; parameters that no step left out are absent."""
         left_out = dict(self.job.left_out())
         return left_out if self.ranks is None else self.ranks.of_params(left_out)
 
-    def export_state(self, rule: str, states: list[dict[str, Tensor]], *, alone: bool = False) -> list[int]:
+    def export_state(self, moments: Sequence[str], states: list[dict[str, Tensor]], *, alone: bool = False) -> list[int]:
         """Writes the newest version into contiguous tensors, by parameter and torch's names. State without a tensor is left out.
 
         Args:
@@ -386,7 +386,7 @@ class Connection:
         else:
             self.drain()
             self.read()
-        arrays = _filling.arrays(rule, states)
+        arrays = _filling.arrays(moments, states)
         left_out = self.left_out()
         if self.ranks is None:
             _, applied = self.job.export_state([_filling.targets(self.params, tensors) for tensors in arrays])
@@ -433,6 +433,8 @@ class Connected(torch.optim.Optimizer):
 
     #: The servers' name of the update rule.
     rule: ClassVar[str]
+    #: Torch's names of the arrays that servers keep beside the master weights.
+    _moments: ClassVar[tuple[str, ...]]
     #: Fields of :class:`Hyper` that must keep their values of the first step.
     _lasting: ClassVar[tuple[str, ...]] = ()
     _options: Options

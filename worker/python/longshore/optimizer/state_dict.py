@@ -19,7 +19,7 @@ from longshore.optimizer.connection import Connected, Connection, State
 from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import params as _params
-from longshore.transfer.filling import NAMES, Filling
+from longshore.transfer.filling import Filling
 from longshore.transfer.job import Record
 from longshore.transfer.params import Param
 from longshore.transfer.tensors import on_host
@@ -365,7 +365,7 @@ class Stateful(Connected):
         connection = self._opened()
         places = {id(tensor): place for place, tensor in enumerate(self._tensors())}
         groups = {id(tensor): group for group in self.param_groups for tensor in group["params"]}
-        steps, states = connection.full_state(self.rule)
+        steps, states = connection.full_state(self._moments)
         return {
             places[id(param.tensor)]: {"step": device.host_number(step), **self._derived(groups[id(param.tensor)], step), **state}
             for param, step, state in zip(connection.params, steps, states, strict=True)
@@ -458,7 +458,7 @@ class Stateful(Connected):
         self._take_hyperparameters(state_dict)
 
     def _has_moments(self, state_dict: dict[str, Any]) -> bool:
-        return any(key in state for state in state_dict["state"].values() for key in NAMES[self.rule])
+        return any(key in state for state in state_dict["state"].values() for key in self._moments)
 
     def _load_foreign(self, state_dict: dict[str, Any]) -> None:
         """Fills the new job with this state when it is opened."""
@@ -472,7 +472,7 @@ class Stateful(Connected):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         tensors = dict(zip(numbers, self._tensors(), strict=True))
         names = dict(zip(numbers, (name for name, _ in _params.named(self.param_groups)), strict=True))
-        filling = _filling.of_torch(state_dict, tensors, names, self.rule, later=self._options.trains_later)
+        filling = _filling.of_torch(state_dict, tensors, names, self._moments, later=self._options.trains_later)
         if self._connection is not None:
             applied = (filling.applied if filling else None) or 0
             # A process that was killed after it had filled the job loads the same state again on its restart. The job

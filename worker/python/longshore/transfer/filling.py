@@ -18,16 +18,6 @@ from longshore.transfer.params import DTYPES, Param, Piece, Place, are_equal, is
 from longshore.transfer.pinned import host_tensor
 from longshore.transfer.tensors import is_built, on_host
 
-#: Torch's names of the arrays that servers keep beside the master weights, by rule.
-NAMES = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-    "lion": ("exp_avg",),
-    "adagrad": ("sum",),
-    "nadam": ("exp_avg", "exp_avg_sq"),
-}
-
 
 def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
     """Returns the places of an array's values in ``tensors``, which has a contiguous CPU tensor for each parameter, or
@@ -35,15 +25,15 @@ def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
     return [param.place(tensor) for param, tensor in zip(params if tensors else [], tensors, strict=True)]
 
 
-def allocate(rule: str, params: list[Param]) -> list[dict[str, Tensor]]:
+def allocate(moments: Sequence[str], params: list[Param]) -> list[dict[str, Tensor]]:
     """Returns by parameter memory for its moments in torch's names, and for its fp32 ``master`` weights."""
-    arrays = ("master", *NAMES[rule])
+    arrays = ("master", *moments)
     return [{name: device.host_empty(param.shape, torch.float32) for name in arrays} for param in params]
 
 
-def arrays(rule: str, states: list[dict[str, Tensor]]) -> list[list[Tensor]]:
+def arrays(moments: Sequence[str], states: list[dict[str, Tensor]]) -> list[list[Tensor]]:
     """Returns the tensors of each array in the servers' order. An array that the states lack has an empty list."""
-    return [[state[name] for state in states] if name in states[0] else [] for name in ("master", *NAMES[rule])]
+    return [[state[name] for state in states] if name in states[0] else [] for name in ("master", *moments)]
 
 
 class FrozenParams:
@@ -223,7 +213,7 @@ def steps_of(named: Mapping[str, Any], where: str) -> tuple[int, dict[str, int]]
 
 
 def of_torch(
-    state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: dict[int, str], rule: str, *, later: bool
+    state_dict: Mapping[str, Any], tensors: dict[int, Tensor], names: dict[int, str], moments: Sequence[str], *, later: bool
 ) -> Filling | None:
     """Returns the state of a torch optimizer, or a full state of this package. A state saved before the first update has the master weights
     alone; without these the result is None. A parameter without state, for example an expert that was never used, begins with moments
@@ -233,14 +223,13 @@ def of_torch(
         state_dict: the result of ``state_dict``, checked by :func:`check_groups`.
         tensors: this optimizer's parameters, by their numbers in the state.
         names: their names, by the same numbers.
-        rule: this optimizer's rule.
+        moments: torch's names of this optimizer's arrays.
         later: whether frozen parameters train later.
 
     Raises:
         StateError: naming the tensor that is missing, unknown or of another shape.
     """
     where = "state_dict"
-    moments = NAMES[rule]
     states = state_dict["state"]
     trained = {number: tensor for number, tensor in tensors.items() if (tensor.requires_grad or later) and tensor.numel()}
     begin = [number for number in trained if not states.get(number)]
@@ -249,7 +238,7 @@ def of_torch(
         for key, value in state.items():
             if key not in (*moments, "step", "master") and value is not None:
                 limit = f"one of {', '.join(moments)}"
-                remedy = f"{rule} has no such state: load it into an optimizer of the class that saved it (amsgrad is not here)"
+                remedy = "servers keep no such state: load it into an optimizer of the class that saved it (amsgrad is not here)"
                 raise invalid(f"{name}.{key}", "there", limit, remedy, StateError)
         if number not in trained and tensors[number].numel() and any(key in state for key in moments):
             remedy = "set requires_grad on it, or take it out of the state"
