@@ -9,6 +9,7 @@ which needs no framework, and JAX with ``longshore.jax``.
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import warnings
 from typing import TYPE_CHECKING
 
@@ -54,41 +55,19 @@ __all__ = [
 
 #: The module that defines each public name. A module is imported when one of its names is first used.
 _PLACES = {
-    "Adagrad": "optim",
-    "Adam": "optim",
-    "AdamW": "optim",
-    "Client": "client",
-    "Engine": "engine",
-    "GatheredParameters": "units.build",
-    "Hyper": "transfer.job",
-    "Init": "units.build",
-    "Lion": "optim",
-    "LossScale": "transfer.options",
-    "NAdam": "optim",
-    "Progress": "progress",
-    "SGD": "optim",
-    "Server": "transfer.server",
-    "Shape": "client",
-    "Sharded": "units.shard",
-    "StepReport": "transfer.job",
-    "TiledLinear": "units.build",
-    "initialize": "engine",
-    "shard": "units.shard",
-    "tiled": "units.build",
-}
-_MODULES = {
-    "accelerate",
-    "axolotl",
-    "checkpoint",
-    "client",
-    "engine",
-    "errors",
-    "huggingface",
-    "jax",
-    "lightning",
-    "optim",
-    "progress",
-    "schedules",
+    name: module
+    for module, names in {
+        "client": ("Client", "Shape"),
+        "engine": ("Engine", "initialize"),
+        "optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "NAdam"),
+        "progress": ("Progress",),
+        "transfer.job": ("Hyper", "StepReport"),
+        "transfer.options": ("LossScale",),
+        "transfer.server": ("Server",),
+        "units.build": ("GatheredParameters", "Init", "TiledLinear", "tiled"),
+        "units.shard": ("Sharded", "shard"),
+    }.items()
+    for name in names
 }
 #: Names of the package ``deepspeed`` that this package lacks, each with the replacement that the error names.
 _OF_DEEPSPEED = {
@@ -121,7 +100,7 @@ if not TYPE_CHECKING:  # type checkers see all names above, and report any other
     def __getattr__(name: str) -> object:
         if name in _PLACES:
             return getattr(importlib.import_module(f"longshore.{_PLACES[name]}"), name)
-        if name in _MODULES:
+        if importlib.util.find_spec(f"longshore.{name}"):
             return importlib.import_module(f"longshore.{name}")
         remedy = f", which is DeepSpeed's: {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""
         if name == "init":
