@@ -16,7 +16,7 @@ from models import distance, pair, train
 from programs import arguments
 
 import longshore
-from longshore.transfer.options import Options
+from longshore.transfer.options import JobOptions, Options
 
 PACKAGE = pathlib.Path(__file__).parent.parent
 DOCUMENT = PACKAGE.parent.parent / "docs" / "pytorch.md"
@@ -61,7 +61,7 @@ def test_the_reference_lists_every_option_and_every_public_name() -> None:
     section = text[text.index("## Options") : text.index("## Methods")]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `") and line.count("|") == 5]
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert listed == {field.name for field in dataclasses.fields(Options)}
+    assert listed == {field.name for field in dataclasses.fields(Options)} == JobOptions.__annotations__.keys()
     absent = [name for name in [*longshore.__all__, *longshore.errors.__dict__] if name[0].isupper() and name not in text]
     assert not absent, f"docs/pytorch-reference.md lacks {absent}"
 

@@ -1,6 +1,7 @@
 """Each mistake gives an error that names the parameter and the remedy, and changes nothing."""
 
 import copy
+import dataclasses
 import os
 import pathlib
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from models import distance, pair, same_bits, train
 from torch import nn
 
 import longshore
-from longshore import errors
-from longshore.transfer import options
+from longshore import _longshore, errors, optim
+from longshore.transfer import job, options
 
 
 def made(model: nn.Module, **options: object) -> longshore.AdamW:
@@ -162,6 +163,14 @@ def test_arguments_that_contradict_each_other_or_the_rules(arguments: dict[str, 
         longshore.AdamW(model.named_parameters(), **arguments)
 
 
+@pytest.mark.parametrize(("name", "choices"), [("rule", optim.RULES), *((name, options._choices()[name]) for name in ("tier", "state", "master"))])
+def test_choices_are_those_of_the_servers(name: str, choices: Iterable[str]) -> None:
+    settings = job.settings(options.Options(servers="host:7070"), "choices", "adamw", [], [])
+    with pytest.raises(errors.InvalidError) as refused:
+        _longshore.Job(dataclasses.replace(settings, **{name: "another"}))
+    assert {*refused.value.limit.removeprefix("one of ").replace(" or ", ", ").split(", ")} == {*choices}
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
@@ -182,7 +191,7 @@ def test_an_option_in_a_param_group_is_refused(option: str) -> None:
         longshore.AdamW([{"params": pair("mlp")[0].parameters(), option: 1}])
 
 
-@pytest.mark.parametrize("kind", [longshore.AdamW, longshore.Adam, longshore.SGD, longshore.Adagrad, longshore.Lion, longshore.NAdam])
+@pytest.mark.parametrize("kind", optim.RULES.values())
 def test_hyperparameters_are_checked_as_in_torch(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"Invalid learning rate: -0\.1"):
         kind(None, lr=-0.1)
