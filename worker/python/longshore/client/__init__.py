@@ -75,7 +75,7 @@ class Client:
         params: the weights by name, in the order of forward; of fp32, bf16 or fp16, any shape but empty. A :class:`longshore.Shape` stands
             for weights made by ``initial``.
         hyper: hyperparameters of all parameters, or one set for each group.
-        rule: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"``, ``"adagrad"`` or ``"nadam"``.
+        rule: the update rule's name, such as ``"adamw"``; the others are in :data:`longshore.optim.RULES`.
         groups: names of each group's parameters, for the groups after the first. Group 0 has all other parameters.
         initial: function for the first weights of each :class:`longshore.Shape` in a new job, piece by piece. ``initial(name, first,
             count)`` returns an array of ``count`` elements from ``first`` on, in the order of the flattened parameter. A repeated call must

@@ -246,7 +246,7 @@ class Hyper:
 
     Attributes:
         lr: the learning rate.
-        beta1, beta2, eps: of AdamW, Adam, NAdam and Lion; Adagrad has ``eps`` too.
+        beta1, beta2, eps: of rules with betas; Adagrad has ``eps`` too.
         weight_decay: decoupled with AdamW and Lion, otherwise added to the gradient.
         momentum, dampening, nesterov: of SGD.
         lr_decay: of Adagrad.

@@ -125,7 +125,7 @@ class Options:
             these differ.
         delay: 1 lets a step compute with the weights of the step before last, so that all transfers and updates hide.
         warmup_steps: number of exact steps before the delay starts. The first steps move the weights most.
-        correction: correction of the delay: ``"look-ahead"``, or ``"none"``, which Lion, Adagrad and NAdam need.
+        correction: correction of the delay: ``"look-ahead"``, or ``"none"``, which rules that cannot look ahead need (docs/delay.md).
         tier: where servers keep the state.
         replicas: the number of servers that hold each shard, 1 or 2. With 2 the loss of a server loses no step; gradients are pushed to
             both, and the tier is memory.
