@@ -139,7 +139,7 @@ fn each_parameter_goes_on_from_its_own_count() {
             let mut uneven = Cluster::try_open(&spec, 2, &host(), &dirs.storage).unwrap();
             uneven.join(0);
             uneven.upload_state(&state, 7, &UNEVEN);
-            if tier != TierKind::Memory {
+            if tier.properties().survives_restart() {
                 drop(uneven);
                 uneven = Cluster::try_open(&spec, 2, &host(), &dirs.storage).unwrap();
                 uneven.join(0);

@@ -171,6 +171,11 @@ impl Dirs {
     }
 }
 
+/// Returns the tiers whose state survives the server's process.
+pub(crate) fn lasting_tiers() -> impl Iterator<Item = TierKind> {
+    TierKind::ALL.into_iter().filter(|tier| tier.properties().survives_restart())
+}
+
 /// Starts this test binary with the ignored test `child`, whose folder is in the environment variable `variable`. Waits
 /// for the file `ready` there, then kills the process with SIGKILL after the time `after`.
 pub(crate) fn run_and_kill(child: &str, variable: &str, dir: &Path, after: Duration) {

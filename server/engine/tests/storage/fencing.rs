@@ -2,11 +2,11 @@
 //! the writes.
 
 use longshore_engine::tier::Storage;
-use longshore_proto::{Fault, FaultKind, Incarnation, Rank, TierKind, Version};
+use longshore_proto::{Fault, FaultKind, Incarnation, Rank, Version};
 
 use super::{
     Dirs, check,
-    common::cluster::Cluster,
+    common::{cluster::Cluster, lasting_tiers},
     disk::{Disks, Failure, Image, each_crash},
     open, references, run_steps, small, started, step_of,
 };
@@ -28,7 +28,7 @@ fn is_fenced(cluster: &Cluster, old: u64) {
 
 #[test]
 fn a_replaced_process_stays_fenced_after_a_restart() {
-    for tier in [TierKind::Nvme, TierKind::Shm] {
+    for tier in lasting_tiers() {
         let spec = longshore_proto::JobSpec { tier, ..small(0) };
         let dirs = Dirs::new(2);
         let mut cluster = started(&spec, &dirs.storage);
@@ -52,7 +52,7 @@ fn a_replaced_process_stays_fenced_after_a_restart() {
         is_fenced(&cluster, 2);
         assert_eq!(cluster.jobs[0].join(Rank(0), Incarnation(3), None), Ok(true));
         cluster.jobs[0].protocol.keep_joined().unwrap();
-        if tier == TierKind::Shm {
+        if !spec.properties().durable_later {
             continue;
         }
         drop(cluster);

@@ -1,11 +1,11 @@
 //! Pauses and resumes on tiers that outlive the server: once acknowledged, they hold through every crash.
 
 use longshore_engine::{step::Phase, tier::Storage};
-use longshore_proto::{Commit, Epoch, JobSpec, Placement, TierKind, Version};
+use longshore_proto::{Commit, Epoch, JobSpec, Placement, Version};
 
 use super::{
     Dirs,
-    common::cluster::Cluster,
+    common::{cluster::Cluster, lasting_tiers},
     disk::{Disks, Failure, Image, each_crash},
     open, references, small, started, step_of,
 };
@@ -69,7 +69,7 @@ fn a_pause_and_its_end_survive_every_power_failure() {
 fn pauses_survive_a_killed_process_on_both_tiers() {
     let dirs = Dirs::new(1);
     let storage = &dirs.storage;
-    for tier in [TierKind::Shm, TierKind::Nvme] {
+    for tier in lasting_tiers() {
         let spec = JobSpec { tier, ..small(0) };
         let mut cluster = paused(&spec, storage);
         let killed = |cluster: Cluster| {

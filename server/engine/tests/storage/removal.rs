@@ -12,7 +12,7 @@ use longshore_proto::{FaultKind, JobName, JobSpec, TierKind};
 
 use super::{
     Dirs,
-    common::{Noise, run_and_kill},
+    common::{Noise, lasting_tiers, run_and_kill},
     open, small, started,
 };
 
@@ -154,7 +154,7 @@ fn a_store_of_which_one_folder_is_in_its_place_is_finished() {
 #[test]
 fn files_without_a_header_are_not_written_over() {
     let dirs = Dirs::new(1);
-    for tier in [TierKind::Nvme, TierKind::Shm] {
+    for tier in lasting_tiers() {
         let (spec, storage, dir) = (job(tier), &dirs.storage, dirs.of(tier).to_path_buf());
         drop(started(&spec, storage));
         let header = find(&dir, "server-").join("header.json");
@@ -179,7 +179,7 @@ fn files_without_a_header_are_not_written_over() {
 /// The store notices deleted, moved or replaced files of a running job before the next version counts.
 #[test]
 fn a_job_whose_files_go_away_fails() {
-    for tier in [TierKind::Nvme, TierKind::Shm] {
+    for tier in lasting_tiers() {
         for case in 0..4 {
             let (spec, dirs) = (job(tier), Dirs::new(1));
             let dir = dirs.of(tier);
