@@ -78,14 +78,14 @@ impl JobHandle {
         self.change_wish(Wanted::forget_losses);
     }
 
-    /// Changes the wish. The job then knows which of its servers are lost.
+    /// Changes the wish, and tells the job its losses before another change: the job keeps the latest list.
     fn change_wish(&self, change: impl FnOnce(&mut Wanted, &Placement)) {
-        let lost = {
+        let works = {
             let mut known = lock(&self.wanted);
             change(&mut known, &self.job.placement());
-            known.lost.clone()
+            self.job.lose(known.lost.clone())
         };
-        self.perform(self.job.lose(lost));
+        self.perform(works);
     }
 
     /// Takes the address at which a server of the job answers now. Shards are then fetched from this address, and the
