@@ -42,9 +42,7 @@ impl Homes {
 
     fn options(&self) -> ServerOptions {
         let Homes([drives, tmpfs]) = self;
-        // A server that leaves may still write its last version as its folder goes.
-        let options = ServerOptions::new().allow("deleted or moved under the running server");
-        options.state_root(drives.path()).shm_root(tmpfs.path())
+        ServerOptions::new().state_root(drives.path()).shm_root(tmpfs.path())
     }
 
     /// Options with further flags, which spill images to drives. Drives keep the images of two versions. A shard whose

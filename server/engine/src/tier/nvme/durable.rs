@@ -70,10 +70,10 @@ pub(super) struct VersionWriter {
     pub(super) watch: Watch,
 }
 
-pub(super) struct WriterThread {
-    queue: Option<mpsc::Sender<(Record, Slots)>>,
-    thread: Option<JoinHandle<()>>,
-}
+type Queue = mpsc::Sender<(Record, Slots)>;
+
+/// The writer's thread with its queue. None once the thread has ended.
+pub(super) struct WriterThread(Mutex<Option<(Queue, JoinHandle<()>)>>);
 
 impl WriterThread {
     pub(super) fn start(writer: Arc<VersionWriter>) -> std::io::Result<WriterThread> {
@@ -86,23 +86,29 @@ impl WriterThread {
             }
         };
         let thread = thread::Builder::new().name("nvme-writer".to_string()).spawn(work)?;
-        Ok(WriterThread { queue: Some(queue), thread: Some(thread) })
+        Ok(WriterThread(Mutex::new(Some((queue, thread)))))
     }
 
     pub(super) fn send(&self, record: Record, slots: Slots) {
-        if let Some(queue) = &self.queue {
-            // The thread is gone only once the store has failed, and every later call reports that.
+        if let Some((queue, _)) = &*lock(&self.0) {
+            // The thread ends early only if the store has failed, and every later call reports that.
             let _ = queue.send((record, slots));
+        }
+    }
+
+    /// Ends the thread once the versions in its queue are durable, or the store has failed.
+    pub(super) fn end(&self) {
+        let ending = lock(&self.0).take();
+        if let Some((queue, thread)) = ending {
+            drop(queue);
+            let _ = thread.join();
         }
     }
 }
 
 impl Drop for WriterThread {
     fn drop(&mut self) {
-        self.queue = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        self.end();
     }
 }
 

@@ -346,6 +346,8 @@ impl Durable for NvmeTier {
     }
 
     fn discard(&self) -> Result<(), Fault> {
+        // A version that is written as its folders go would fail, and be logged as lost.
+        self.writer_thread.end();
         self.pager.quiesce();
         self.pager.fail(corrupt("the job's folders (removed)", "there", "open the job again"));
         remove_all(&paths(&self.folders))
