@@ -25,7 +25,7 @@ use crate::{
 /// The checkpoint to go back to, and the state that may be given up for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GoBack {
-    /// None means the newest restorable checkpoint, with a warning for each newer checkpoint.
+    /// None means the newest restorable checkpoint, with a warning for each one that is passed over.
     pub checkpoint: Option<String>,
     /// True if state on servers may be deleted. If false, only state of tier `memory` is deleted, after another server
     /// lost its part.
@@ -86,10 +86,11 @@ async fn go_back_from(cluster: &Cluster, there: &Whereabouts, how: &GoBack) -> R
     for (index, name) in names.iter().enumerate() {
         match go_back_to(cluster, name, there, how.discard_state).await {
             Err(error) if how.checkpoint.is_none() && is_unreadable(&error) => {
-                if let Some(older) = names.get(index + 1) {
+                if let Some(next) = names.get(index + 1) {
+                    // A damaged manifest is listed by its file's time, so the next checkpoint may be newer.
                     tracing::warn!(
-                        checkpoint = name, %error, trying = older,
-                        "A CHECKPOINT CANNOT BE RESTORED: going back to an older one, which loses the steps between"
+                        checkpoint = name, %error, trying = next,
+                        "A CHECKPOINT CANNOT BE RESTORED: going back to another one, and steps made after that one are lost"
                     );
                 }
                 newest.get_or_insert(error);
@@ -335,7 +336,7 @@ async fn names_newest_first(cluster: &Cluster) -> Result<Vec<String>> {
     Ok(listed.into_iter().rev().map(|checkpoint| checkpoint.name).collect())
 }
 
-/// Returns true if the checkpoint itself is at fault. An older checkpoint may then be whole.
+/// Returns true if the checkpoint itself is at fault. Another checkpoint may then be whole.
 fn is_unreadable(error: &Error) -> bool {
     match error {
         Error::Call(failed) => {
