@@ -1,6 +1,7 @@
 //! Steps of one rank, with a timed wait for compute.
 
 use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::Barrier,
     thread,
     time::{Duration, Instant},
@@ -68,7 +69,7 @@ pub(super) fn run(
     rank: u32,
     turns: &Barrier,
 ) -> anyhow::Result<Measured> {
-    let prepared = prepare(args, spec, servers, rank);
+    let prepared = caught(|| prepare(args, spec, servers, rank));
     let mut failed = prepared.as_ref().err().map(|error| anyhow::anyhow!("{error}"));
     let (mut pipeline, fill) = prepared.ok().unzip();
     let mut measured = Measured { steps: Vec::new(), fill: fill.unwrap_or_default() };
@@ -77,10 +78,10 @@ pub(super) fn run(
         for _ in 0..args.steps {
             // A failure is reported at the end, since the other ranks wait at the barrier for this one.
             let Some(pipeline) = pipeline.as_mut().filter(|_| failed.is_none()) else { continue };
-            match step(args, pipeline) {
+            match caught(|| step(args, pipeline)) {
                 Ok(made) if round > 0 => measured.steps.push(made),
                 Ok(_) => {}
-                Err(error) => failed = Some(error.into()),
+                Err(error) => failed = Some(error),
             }
         }
         turns.wait();
@@ -99,6 +100,14 @@ pub(super) fn run(
         pipeline.close()?.leave()?;
     }
     Ok(measured)
+}
+
+/// Makes a panic an error: the other ranks wait at the barrier until this rank is there too.
+fn caught<T>(part: impl FnOnce() -> Result<T>) -> anyhow::Result<T> {
+    match catch_unwind(AssertUnwindSafe(part)) {
+        Ok(done) => Ok(done?),
+        Err(_) => anyhow::bail!("the rank's thread panicked, as said above"),
+    }
 }
 
 fn prepare(
