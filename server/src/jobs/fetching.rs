@@ -283,7 +283,9 @@ impl JobHandle {
 }
 
 async fn channel(address: &str, tls_dir: Option<&Path>) -> Result<Channel, Fault> {
-    let credentials = tls_dir.filter(|_| !address.starts_with("unix:")).map(Credentials::read).transpose()?;
+    let tls_dir = tls_dir.filter(|_| !address.starts_with("unix:")).map(Path::to_path_buf);
+    // The files may be on a network drive, so a blocking thread reads them.
+    let credentials = blocking(move || tls_dir.as_deref().map(Credentials::read).transpose()).await?;
     dial::connect(address, credentials.as_ref()).await
 }
 
