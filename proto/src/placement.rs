@@ -1,6 +1,6 @@
 //! Placement: the owner of each shard. Changes of a placement come with commits.
 
-use std::ops::Range;
+use std::{collections::BTreeSet, ops::Range};
 
 use crate::{
     fault::{Fault, FaultKind},
@@ -287,8 +287,8 @@ impl Placement {
     /// Checks a change before it is decided with `step`.
     ///
     /// # Errors
-    /// `Invalid` for a server or shard that does not exist, and for a shard whose last move is not over. The removal of
-    /// a server that owns shards is `Invalid` too.
+    /// `Invalid` for a server or shard that does not exist, for a shard that is named twice, and for a shard whose last
+    /// move is not over. The removal of a server that owns shards is `Invalid` too.
     pub fn check(&self, change: &PlacementChange, step: Step) -> Result<(), Fault> {
         let count = self.servers.len() + change.added.len();
         let invalid = |field: &str, value: String, limit: String| {
@@ -316,12 +316,14 @@ impl Placement {
         let moving = |shard: &ShardId| {
             self.handovers_of(*shard).iter().any(|of| of.from_step.0 + STEPS_KNOWN > step.0)
         };
+        let mut named = BTreeSet::new();
         for (shard, to) in &change.moves {
             let Some(owner) = self.owners.get(shard.index()) else {
                 return invalid("moves", shard.to_string(), format!("below {}", self.owners.len()));
             };
-            if !is_member(to) || to == owner || moving(shard) {
-                let limit = "another member of the job, for a shard that no change moves now";
+            if !is_member(to) || to == owner || moving(shard) || !named.insert(shard) {
+                let limit =
+                    "another member of the job, for a shard that is named once and that no change moves now";
                 return invalid("moves", format!("{shard} to {to}"), limit.into());
             }
         }
@@ -329,11 +331,9 @@ impl Placement {
             let is_other = self.replicas.get(shard.index()).is_some_and(|replica| replica != to)
                 || *to == NO_SERVER && self.before(*shard, step, true).is_some();
             // A replica whose gradient differs must go at once, so a drop does not wait for the shard's handover.
-            let is_free = is_other
-                && (*to == NO_SERVER || !moving(shard))
-                && change.moves.iter().all(|(moved, _)| moved != shard);
+            let is_free = is_other && (*to == NO_SERVER || !moving(shard)) && named.insert(shard);
             if !is_free || *to != NO_SERVER && (!is_member(to) || self.owner(*shard) == *to) {
-                let limit = "a member that does not own the shard, in a job with replicas, for a shard that no change moves now";
+                let limit = "a member that does not own the shard, in a job with replicas, for a shard that is named once and that no change moves now";
                 return invalid("replicas", format!("{shard} to {to}"), limit.into());
             }
         }
@@ -510,6 +510,8 @@ mod tests {
             ..PlacementChange::default()
         };
         assert_eq!(placement.check(&change, Step(7)), Ok(()));
+        let twice = PlacementChange { moves: change.moves.repeat(2), ..change.clone() };
+        assert!(placement.check(&twice, Step(7)).is_err());
         placement.apply(&change, Step(7), 1);
         let owner = |placement: &Placement, step| placement.owner_at(ShardId(1), Step(step));
         assert_eq!((owner(&placement, 8), owner(&placement, 9)), (ServerId(1), ServerId(2)));
