@@ -78,7 +78,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             return 2;
         }
     };
-    log::init(config.log_format, &config.log, None);
+    log::init(config.log_format, config.log.clone(), None);
     match serve(config) {
         Ok(()) => 0,
         Err(error) => {

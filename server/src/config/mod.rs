@@ -12,8 +12,9 @@ pub use longshore_engine::tier::Spill;
 pub use retired::{check_variables, nearest};
 pub use size::{ByteSize, SizeError, available_memory, total_memory};
 pub use storage::StorageConfig;
+use tracing_subscriber::filter::{LevelFilter, Targets};
 
-use crate::log::LogFormat;
+use crate::log::{LogFormat, parse_filter};
 
 /// Settings of the server after flags, environment, file and defaults are merged.
 #[derive(Clone, Debug)]
@@ -54,7 +55,7 @@ pub struct Config {
     pub insecure: bool,
     /// Share no memory with workers of this host.
     pub no_memfd: bool,
-    pub log: String,
+    pub log: Targets,
     pub log_format: LogFormat,
 }
 
@@ -85,7 +86,7 @@ impl Config {
             tls_dir: None,
             insecure: false,
             no_memfd: false,
-            log: "info".to_string(),
+            log: Targets::new().with_default(LevelFilter::INFO),
             log_format: LogFormat::Text,
         }
     }
@@ -125,7 +126,7 @@ impl Config {
             tls_dir: flags.tls_dir.or(file.tls_dir),
             insecure: flags.insecure || file.insecure,
             no_memfd: flags.no_memfd || file.no_memfd,
-            log: flags.log.or(file.log).unwrap_or(defaults.log),
+            log: flags.log.or(file.log).map_or(Ok(defaults.log), |filter| parse_filter(&filter))?,
             log_format: flags.log_format.or(file.log_format).unwrap_or_default(),
         };
         config.check()?;
@@ -281,6 +282,15 @@ mod tests {
         let error = resolve(&["--drain-deadline-s", &most], "").unwrap_err().to_string();
         assert!(error.contains("drain_deadline_s is 18446744073709551615, but must be at most"), "{error}");
         assert!(resolve(&["--drain-deadline-s", "0"], "").is_ok());
+    }
+
+    #[test]
+    fn a_word_that_is_no_level_is_refused_as_a_log_filter() {
+        for wrong in ["debgu", "info,longshore_engine", "longshore_engine=loud"] {
+            let error = resolve(&["--log", wrong], "").unwrap_err().to_string();
+            assert!(error.starts_with(&format!("log is {wrong}, but must be a level")), "{error}");
+        }
+        assert!(resolve(&["--log", "WARN,longshore_engine=debug"], "").is_ok());
     }
 
     #[test]

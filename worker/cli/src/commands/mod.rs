@@ -23,6 +23,7 @@ use longshore_server::{
     },
     log,
 };
+use tracing_subscriber::filter::Targets;
 
 use self::trace::{TraceFlag, Traced};
 use crate::{
@@ -98,8 +99,8 @@ pub struct Cli {
     #[arg(long, global = true, env = "LONGSHORE_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
     /// Messages to log on stderr, as in info or longshore_worker=debug
-    #[arg(long, global = true, env = "LONGSHORE_LOG", default_value = "warn", value_name = "FILTER")]
-    log: String,
+    #[arg(long, global = true, env = "LONGSHORE_LOG", default_value = "warn", value_name = "FILTER", value_parser = log::parse_filter)]
+    log: Targets,
 }
 
 #[derive(Subcommand)]
@@ -217,7 +218,7 @@ impl Cli {
         let flags = self.command.trace();
         let (stages, _trace) =
             flags.and_then(|flags| flags.trace.as_deref()).map(trace::to).transpose()?.unzip();
-        log::init(log::LogFormat::Text, &self.log, stages);
+        log::init(log::LogFormat::Text, self.log, stages);
         let out = self.output;
         match self.command {
             Command::Train(args) => train::run(&Settings::new(args.args, out).map_err(wrong_use)?),
