@@ -24,7 +24,7 @@ pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> 
             }
             io::ErrorKind::UnexpectedEof => corrupt(value, "as long as the manifest says"),
             io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-                let remedy = "give the server's user the right to read and write the checkpoint folder";
+                let remedy = "give the server's user the right to read and write the checkpoint folder (--checkpoint-dir)";
                 Fault::new(FaultKind::Precondition, FIELD, value, "accessible", remedy)
             }
             io::ErrorKind::NotADirectory => {

@@ -13,7 +13,7 @@ use std::{
 };
 
 use longshore_proto::{Fault, FaultKind, JobName};
-use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::fs::{Access, FlockOperation, OFlags, access, flock};
 
 use super::{
     fault::{FIELD, conflict, io, named},
@@ -50,6 +50,8 @@ impl Claim {
         if !dir.is_dir() {
             return Err(io("open", dir)(ErrorKind::NotADirectory.into()));
         }
+        let needed = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
+        access(dir, needed).map_err(|error| io("write to", dir)(error.into()))?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Claim { _lock: file }),
             Err(rustix::io::Errno::WOULDBLOCK) => {
@@ -170,6 +172,14 @@ fn identity(dir: &Path) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_directory_that_cannot_be_written_is_refused() {
+        // No process may create files there, not even root's.
+        let refused = Claim::take(Path::new("/proc/sys"), "shm_dir").err().unwrap();
+        assert_eq!((refused.kind, refused.field.as_str()), (FaultKind::Precondition, "shm_dir"));
+        assert!(refused.value.contains("/proc/sys (write to"), "{refused}");
+    }
 
     #[test]
     fn an_empty_folder_in_the_place_of_one_with_jobs_is_refused_until_told() {

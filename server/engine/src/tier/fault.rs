@@ -25,7 +25,7 @@ pub(super) fn io(doing: &'static str, path: &Path) -> impl Fn(io::Error) -> Faul
                 Fault::new(FaultKind::NotFound, FIELD, value, "present", remedy)
             }
             io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-                let remedy = "give the server's user the right to read and write there";
+                let remedy = "give the server's user the right to read and write there, or name another folder (--state-dir, --shm-dir)";
                 Fault::new(FaultKind::Precondition, FIELD, value, "writable", remedy)
             }
             io::ErrorKind::Unsupported => {
