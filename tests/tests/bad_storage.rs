@@ -255,7 +255,7 @@ fn another_job_is_not_begun_in_place_of_one_that_cannot_be_read() {
     train_halfway(&train, &mut server);
     let is_refused = |other: Train, words: &[&str]| {
         let (stderr, _) = other.start().fails(PATIENCE);
-        for word in words.iter().chain(&["longshore delete --discard-unreadable"]) {
+        for word in words.iter().chain(&["longshore delete --job=default --discard-unreadable"]) {
             assert!(stderr.contains(word), "{word} is missing in: {stderr}");
         }
     };

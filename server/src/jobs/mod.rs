@@ -266,7 +266,7 @@ impl Jobs {
         let gone = lock(&self.gone);
         let Some(Some(servers)) = gone.get(name) else { return Ok(()) };
         let remedy = format!(
-            "start the trainer with --servers {servers}; or, for a new job of that name here, call `longshore delete --job {name}` \
+            "start the trainer with --servers {servers}; or, for a new job of that name here, call `longshore delete --job={name}` \
              with this server alone first"
         );
         let limit = format!("on {servers}, to which it has moved");
@@ -448,7 +448,7 @@ impl Jobs {
         }
         let name = &job.spec().name;
         let remedy = format!(
-            "start the trainer with --servers {ours}; while it trains, `longshore scale --servers {ours} --job {name} --to {theirs}` \
+            "start the trainer with --servers {ours}; while it trains, `longshore scale --servers {ours} --job={name} --to {theirs}` \
              moves the job"
         );
         Fault { remedy, ..differs }
@@ -531,7 +531,7 @@ impl Jobs {
         };
         let remedy = format!(
             "run the job as it was opened; its state is kept here and is not open ({why}). To give it up, here and on its other \
-             servers: `longshore delete --discard-unreadable`"
+             servers: `longshore delete --job={name} --discard-unreadable`"
         );
         Fault { remedy, ..differs }
     }
@@ -539,8 +539,10 @@ impl Jobs {
 
 fn unreadable(name: &JobName, fault: &Fault) -> Fault {
     let value = format!("{name}, kept here and not readable ({fault})");
-    let remedy = "put that right first; or give up what is kept, here and on the job's other servers, with `longshore \
-                  delete --discard-unreadable`";
+    let remedy = format!(
+        "put that right first; or give up what is kept, here and on the job's other servers, with `longshore \
+         delete --job={name} --discard-unreadable`"
+    );
     Fault::new(FaultKind::Precondition, "job", value, "readable", remedy)
 }
 

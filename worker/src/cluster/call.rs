@@ -82,8 +82,8 @@ impl Cluster {
                 // An earlier refusal names a cause, so it is returned instead of the late answer.
                 Err(_) => refused.take().unwrap_or_else(|| {
                     let value = format!("unanswered after {deadline:?}");
-                    let remedy =
-                        "see what the server waits for with `longshore status`, or raise the deadline";
+                    let remedy = "see what the server waits for with `longshore status`, or raise the deadline \
+                                  (--deadline-s of train and export; deadline= in Python)";
                     Fault::new(FaultKind::Deadline, call, value, "answered", remedy)
                 }),
             };

@@ -66,7 +66,7 @@ impl Cluster {
                     let (job, on) = (self.job(), placement.addresses().collect::<Vec<_>>().join(","));
                     let named = &peer.address;
                     tracing::warn!(
-                        "job {job} is on {on}, and not on {named}: `longshore scale --servers {on} --job {job} --add {named}` takes it \
+                        "job {job} is on {on}, and not on {named}: `longshore scale --servers {on} --job={job} --add {named}` takes it \
                          there while it trains"
                     );
                 }

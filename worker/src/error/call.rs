@@ -7,7 +7,8 @@ use longshore_proto::{ChunkId, Contribution, Fault, FaultKind, JobName, ShardId,
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "server {server} cannot be reached: tried for {tried:.1?}, last: {cause}. Check that longshored runs there \
-     (`longshore doctor`), that address and port are right and that no firewall is between, or raise the deadline"
+     (`longshore doctor`), that address and port are right and that no firewall is between, or raise the deadline \
+     (--deadline-s of train and export; deadline= in Python)"
 )]
 pub struct Unreachable {
     pub server: String,
@@ -87,7 +88,7 @@ fn at<T: fmt::Display>(value: &Option<T>, lead: &str) -> String {
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "waited {waited:.1?} for {what}{}{}{}{} of job {job}{}. See who waits for whom with `longshore status`, or raise \
-     the deadline",
+     the deadline (--deadline-s of train and export; deadline= in Python)",
     at(.step, " at "), at(.shard, ", "), at(.version, ", "), at(.server, ", from server "), last_word(.last)
 )]
 pub struct TimedOut {

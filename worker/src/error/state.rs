@@ -127,11 +127,11 @@ pub struct NoCheckpoint {
 
 fn instead(NoCheckpoint { job, tier, lost, holders }: &NoCheckpoint) -> String {
     if holders.is_empty() {
-        return "leave --resume out to start afresh".into();
+        return "train without --resume to start afresh".into();
     }
     format!(
-        "nothing was deleted, and job {job} holds state, {}. {}To give it up and start afresh: `longshore delete`, and leave \
-         --resume out",
+        "nothing was deleted, and job {job} holds state, {}. {}To give it up and start afresh: `longshore delete --job={job}`, \
+         and train without --resume",
         listed(holders),
         if lost.is_empty() { String::new() } else { whereabouts(*tier) }
     )
@@ -159,7 +159,8 @@ fn listed(versions: &[(String, Version)]) -> String {
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "the restore of job {job} was taken back on {}, where it waits for weights again{}: {cause}. Put that right, then \
-     restore it again, as the workers' command with --resume does, or name another checkpoint with --resume-from",
+     restore it again, as the workers' command with --resume does, or name another checkpoint (--resume-from of train, \
+     --name of restore)",
     .undone.join(", "), still_held(.left)
 )]
 pub struct NotRestored {

@@ -15,7 +15,7 @@ pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> 
         let value = format!("{path} ({doing}: {error})");
         match error.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-                let remedy = "free space there, prune old checkpoints, or choose another checkpoint folder";
+                let remedy = "free space there, as by deleting folders of old checkpoints, or choose another checkpoint folder";
                 Fault::new(FaultKind::Exhausted, FIELD, value, "small enough for the file system", remedy)
             }
             io::ErrorKind::NotFound => {

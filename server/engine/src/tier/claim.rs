@@ -129,7 +129,7 @@ pub(super) fn check(dir: &Path) -> Result<(), Fault> {
     let jobs = Vec::from_iter(jobs).join(", ");
     let value = format!("{} (empty, and another folder of this path had jobs: {jobs})", dir.display());
     let remedy = "mount its drive and start the server again; or give up what was stored there, job by job, with `longshore \
-                  delete --discard-unreadable`, or go back to a checkpoint with --resume --discard-state";
+                  delete --job NAME --discard-unreadable`, or go back to a checkpoint with --resume --discard-state";
     Err(Fault::new(FaultKind::Precondition, FIELD, value, "the folder with these jobs", remedy))
 }
 

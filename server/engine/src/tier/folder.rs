@@ -306,7 +306,7 @@ pub(super) fn holds_files(folder: &Path) -> Result<bool, Fault> {
 pub(super) fn headless(folder: &Path) -> Fault {
     let value = format!("{} (files without {HEADER_FILE})", folder.display());
     let remedy = format!(
-        "put {HEADER_FILE} back; or give up what lies there, with `longshore delete --discard-unreadable`"
+        "put {HEADER_FILE} back; or give up what lies there, with `longshore delete --job NAME --discard-unreadable`"
     );
     corrupt(value, "a job's folder with its header", remedy)
 }

@@ -79,7 +79,7 @@ fn spec(servers: &Servers, job: &str, name: Option<&String>) -> anyhow::Result<J
         refusal = refusal.or(refused);
     }
     let (address, fault) = refusal.with_context(|| {
-        format!("there is no checkpoint of job {job}: look with `longshore checkpoints --job {job}`")
+        format!("there is no checkpoint of job {job}: look with `longshore checkpoints --job={job}`")
     })?;
     Err(anyhow::Error::from(fault).context(address))
 }

@@ -347,7 +347,7 @@ impl Args {
         if !rest.is_empty() {
             return Ok(rest);
         }
-        let remedy = format!("name other servers: `longshore scale --job {job} --to HOST:PORT,...`");
+        let remedy = format!("name other servers: `longshore scale --job={job} --to HOST:PORT,...`");
         let (value, limit) = (members.join(","), "not all servers of a job");
         Err(Fault::new(FaultKind::Precondition, "--remove", value, limit, remedy).into())
     }

@@ -222,7 +222,7 @@ impl<'a> Keeper<'a> {
         if !self.embedded {
             let servers = session.servers().join(",");
             return format!(
-                "{label} job {job} at version {} stays on its servers: `longshore export --servers {servers} --job {job} \
+                "{label} job {job} at version {} stays on its servers: `longshore export --servers {servers} --job={job} \
                  --out DIR` writes its weights",
                 version.0
             );

@@ -208,7 +208,7 @@ pub(super) fn remedy(previous: Option<Version>) -> String {
             "{version} is whole in the other slots: `longshore step-back --version {}`, or restore a checkpoint",
             version.0
         ),
-        None => "no earlier version is whole here: `longshore delete --discard-unreadable`, then restore a checkpoint"
+        None => "no earlier version is whole here: `longshore delete --job NAME --discard-unreadable`, then restore a checkpoint"
             .to_string(),
     }
 }

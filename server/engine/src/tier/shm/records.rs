@@ -179,7 +179,7 @@ fn is_set(word: &AtomicU64) -> bool {
 
 /// Returns the fault of a file that differs from the written one.
 pub(super) fn damaged(path: &Path, why: &str) -> Fault {
-    let remedy = "nothing was deleted: put the file back; or give the state up with `longshore delete \
+    let remedy = "nothing was deleted: put the file back; or give the state up with `longshore delete --job NAME \
                   --discard-unreadable`, and go back to a checkpoint with --resume";
     corrupt(format!("{} ({why})", path.display()), "as it was written", remedy)
 }
