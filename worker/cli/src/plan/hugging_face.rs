@@ -19,6 +19,8 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// A larger size is a typing error. So is a larger count of layers or experts, which are listed one by one.
 const MAX_SIZE: u64 = 1 << 30;
 const MAX_COUNT: u64 = 4096;
+/// The most experts of all layers together, each of three tensors.
+const MAX_EXPERTS: u64 = 1 << 16;
 
 /// Reads a model from a `config.json`, a safetensors file, its index, or a folder with one of these.
 ///
@@ -196,6 +198,12 @@ fn llama(family: &str, config: &Config<'_>) -> anyhow::Result<Model> {
         "mixtral" => (config.count(&["num_experts_per_tok"])?, config.count(&["num_local_experts"])?),
         _ => (1, 1),
     };
+    let most = MAX_EXPERTS / layers;
+    ensure!(
+        experts.1 <= most,
+        "num_local_experts is {}, but must be at most {most} in {layers} layers",
+        experts.1
+    );
     let (queries, keys) = (heads * head, key_heads * head);
     let (input_biases, output_bias) = match family {
         "qwen2" => (true, false),
@@ -398,6 +406,11 @@ mod tests {
         for (text, expected) in [
             (r#"{"model_type": "bert"}"#, "name the model's safetensors instead"),
             (r#"{"model_type": "llama", "hidden_size": 0}"#, "hidden_size is 0, but must be from 1"),
+            (
+                r#"{"model_type": "mixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4096,
+                    "num_attention_heads": 1, "vocab_size": 8, "num_experts_per_tok": 1, "num_local_experts": 4096}"#,
+                "num_local_experts is 4096, but must be at most 16 in 4096 layers",
+            ),
             ("{", "is not what was expected"),
         ] {
             std::fs::write(&config, text).unwrap();
