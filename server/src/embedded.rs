@@ -47,6 +47,7 @@ impl Embedded {
         let runtime = crate::runtime("server")
             .map_err(|error| ServerError::Threads { threads: 1, reason: error.to_string() })?;
         let server = runtime.block_on(Server::start(config))?;
+        server.refuse_drains();
         let here = {
             let _entered = runtime.enter();
             Some(server.serve_here())
@@ -110,7 +111,7 @@ mod tests {
 
     use longshore_wire::{
         local,
-        v1::{ListJobsRequest, admin_client::AdminClient},
+        v1::{DrainRequest, ListJobsRequest, admin_client::AdminClient},
     };
     use tonic::Code;
     use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
@@ -127,6 +128,8 @@ mod tests {
         let mut admin = AdminClient::new(channel.clone());
         let listed = caller.block_on(admin.list_jobs(ListJobsRequest::default())).unwrap().into_inner();
         assert!(listed.jobs.is_empty() && listed.unix_micros > 0);
+        let drained = caller.block_on(admin.drain(DrainRequest {}));
+        assert_eq!(drained.unwrap_err().code(), Code::FailedPrecondition);
         let mut health = HealthClient::new(channel);
         let watched = caller.block_on(health.watch(HealthCheckRequest::default()));
         let mut healths = watched.unwrap().into_inner();

@@ -34,7 +34,7 @@ fn tell(server: &Longshored, told: Told) {
         Told::Signal => server.process.terminate(),
         Told::Command => {
             let output = longshore(["drain", "--servers", server.address()]);
-            assert_eq!((output.code, output.stdout.as_str()), (0, "draining\n"), "{output:?}");
+            assert_eq!((output.code, output.stdout.as_str()), (0, "drained\n"), "{output:?}");
         }
     }
 }

@@ -85,7 +85,7 @@ fn operators_commands_print_json() {
         error(&on(&server, &["step-back", "--job", "default", "--version", "3"]), 1)["kind"],
         "PRECONDITION"
     );
-    objects(&on(&server, &["drain"]), &["servers", "draining"]);
+    objects(&on(&server, &["drain"]), &["servers", "drained"]);
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! 2. Accept contributions to the current step alone.
 //! 3. Wait until that step is decided and updated.
 //! 4. Write checkpoints if configured.
-//! 5. Stop serving.
+//! 5. Answer the calls of Admin.Drain, and stop serving.
 //!
 //! All jobs begin step 2 before the drain waits for any of them, and share one deadline. So many jobs drain in the time
 //! of one job.
@@ -43,6 +43,7 @@ impl Server {
         let told: Vec<_> = handles.iter().map(|handle| (handle, handle.finish_step_in_hand())).collect();
         join_all(told.into_iter().map(|(handle, last)| finish(handle, last, deadline))).await;
         let checkpointed = self.write_checkpoints(&handles).await;
+        self.services.draining.end(checkpointed.clone());
         self.stop.send_replace(true);
         if timeout(STOP_GRACE, &mut self.serving).await.is_err() {
             // Clients with long calls may not hang up, so the calls are aborted.

@@ -8,7 +8,7 @@ mod serving;
 use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 
 use longshore_engine::kernels::Isa;
-use longshore_proto::Fault;
+use longshore_proto::{Fault, FaultKind};
 use longshore_wire::{self as wire, local::Local};
 use tokio::{
     runtime::Handle,
@@ -102,6 +102,14 @@ impl Server {
         wire::local::serve(&self.shown(), &self.services.bounds, move |request| {
             here::carry(&users, &runtime, request)
         })
+    }
+
+    /// Refuses all calls of Admin.Drain: the program that embeds this server ends it.
+    pub(crate) fn refuse_drains(&self) {
+        let remedy = "end the program that it serves: its server ends with it";
+        let value = "embedded in another program";
+        let refused = Fault::new(FaultKind::Precondition, "server", value, "a longshored", remedy);
+        self.services.draining.end(Err(refused));
     }
 
     /// Returns the jobs, and the locks on their folders, after serving has ended.

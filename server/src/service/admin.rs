@@ -161,7 +161,7 @@ impl Admin for Services {
         &self,
         _request: Request<v1::DrainRequest>,
     ) -> Result<Response<v1::DrainResponse>, Status> {
-        self.draining.begin();
+        self.draining.drain().await.map_err(|fault| refuse("Drain", "", fault))?;
         Ok(Response::new(v1::DrainResponse {}))
     }
 }

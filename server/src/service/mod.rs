@@ -124,15 +124,33 @@ async fn stand(
     }
 }
 
-/// Tells whether a drain has begun. Cheap to clone.
+/// Tells whether a drain has begun, and how it ended. Cheap to clone.
 #[derive(Clone, Default)]
 pub(crate) struct Draining {
     begun: sync::watch::Sender<bool>,
+    ended: sync::watch::Sender<Option<Result<(), Fault>>>,
 }
 
 impl Draining {
     pub(crate) fn begin(&self) {
         self.begun.send_replace(true);
+    }
+
+    pub(crate) fn end(&self, ended: Result<(), Fault>) {
+        self.ended.send_replace(Some(ended));
+    }
+
+    /// Begins a drain, and returns once it is over.
+    ///
+    /// # Errors
+    /// The last failure to write a checkpoint, or the refusal of an embedded server.
+    pub(crate) async fn drain(&self) -> Result<(), Fault> {
+        let mut ended = self.ended.subscribe();
+        if ended.borrow().is_none() {
+            self.begin();
+        }
+        // The sender lives as long as self, so the wait ends only with the drain.
+        ended.wait_for(Option::is_some).await.ok().and_then(|ended| ended.clone()).unwrap_or(Ok(()))
     }
 
     /// Refuses, with `Unavailable`, once a drain has begun.

@@ -249,8 +249,11 @@ pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
 }
 
 pub(super) fn drain(args: &ServersArgs, out: Output) -> anyhow::Result<()> {
-    args.connect()?.each(async |mut admin| admin.drain(v1::DrainRequest {}).await)?;
-    out.result(|| json!({"servers": args.servers, "draining": true}), || "draining".to_string());
+    let servers = args.connect()?;
+    let waiting = Progress::followed("draining", out, || None);
+    servers.each(async |mut admin| admin.drain(v1::DrainRequest {}).await)?;
+    drop(waiting);
+    out.result(|| json!({"servers": args.servers, "drained": true}), || "drained".to_string());
     Ok(())
 }
 

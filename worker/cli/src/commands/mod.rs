@@ -140,7 +140,7 @@ enum Command {
     StepBack(admin::StepBackArgs),
     /// Forget a job and free its memory; its checkpoints stay
     Delete(admin::DeleteArgs),
-    /// Finish the step in hand on each server and stop it
+    /// Finish the step in hand on each server and stop it; returns once that is done
     Drain(ServersArgs),
     /// Show what a state directory holds, and verify all of it; no server may be using it
     Inspect(inspect::Args),
