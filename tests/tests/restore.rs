@@ -347,6 +347,27 @@ fn a_job_goes_to_another_number_of_servers_by_its_checkpoint() {
     assert_eq!((back.code, back.stdout.as_str()), (0, restored(STEPS).as_str()), "{back:?}");
     let left = longshore(["status", "--servers", &addresses[2]]);
     assert!(!left.stdout.contains("default"), "{left:?}");
+    // The third server is named in place of the first one, which has its part.
+    let restore = |named: &[usize], more: &[&str]| {
+        let servers = named.iter().map(|&server| &*addresses[server]).collect::<Vec<_>>().join(",");
+        longshore([&["restore", "--job", "default", "--servers", &servers], more].concat())
+    };
+    let is_refused = |named: &[usize], part: &str| {
+        let refused = restore(named, &[]);
+        assert_eq!(refused.code, 1, "{refused:?}");
+        says(&refused.stderr, &[part, "--discard-state"]);
+    };
+    let part = |of: usize, number: u32| format!("default on {} as server {number} of", addresses[of]);
+    is_refused(&[2, 1], &part(1, 1));
+    // Another run comes to the checkpoint's version.
+    Train::new(STEPS).args(["--seed", "9"]).servers(&addresses[2..]).run();
+    is_refused(&[0, 1, 2], &part(2, 0));
+    is_refused(&[1, 2], &part(1, 1));
+    assert_eq!(longshore(["delete", "--job", "default", "--servers", &two]).code, 0);
+    is_refused(&[0, 2], "nothing was deleted");
+    assert_eq!(restore(&[0], &[]).stdout, restored(STEPS));
+    is_refused(&[0, 2], &part(2, 0));
+    assert_eq!(restore(&[0, 1, 2], &["--discard-state"]).stdout, restored(STEPS));
 }
 
 /// Rank 0 is refused, and no other rank waits for it.

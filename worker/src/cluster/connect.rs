@@ -157,15 +157,18 @@ impl Cluster {
             if *known == peer.address || self.options.rank != Rank(0) {
                 return None;
             }
-            let soon = (Instant::now(), Instant::now() + GLANCE);
-            let answer = match self.dial(known, soon).await {
-                Ok(before) => seen(&before, self.job().as_str()).await.ok().flatten(),
-                Err(_) => None,
-            };
-            let is_there = answer.is_some_and(|seen| seen.server == server);
+            let is_there = self.is_held_at(server, known).await;
             (!is_there).then(|| MemberAddress { server: server.0, address: peer.address.clone() })
         };
         join_all(placement.members().map(moved)).await.into_iter().flatten().collect()
+    }
+
+    /// Returns true if the server at `address` answers and has the job, as `server`.
+    pub(crate) async fn is_held_at(&self, server: ServerId, address: &str) -> bool {
+        let soon = (Instant::now(), Instant::now() + GLANCE);
+        let Ok(peer) = self.dial(address, soon).await else { return false };
+        let answer = seen(&peer, self.job().as_str()).await;
+        answer.is_ok_and(|seen| seen.is_some_and(|seen| seen.server == server))
     }
 
     /// Connects with a server. In a job with replicas the server must answer too, since its process may be stopped.

@@ -105,7 +105,7 @@ fn lacking(lost: &[String]) -> String {
 }
 
 fn how_to_go_back(StateKept { tier, checkpoint, version, lost, .. }: &StateKept) -> String {
-    if !lost.is_empty() {
+    if !lost.is_empty() && tier.properties().survives_restart() {
         return format!("{}, {checkpoint} of {version}", regain(*tier));
     }
     format!(

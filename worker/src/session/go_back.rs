@@ -7,14 +7,14 @@ use futures_util::future::try_join_all;
 use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Rank, ServerId, ShardId, Version};
 use longshore_wire::{
     Wire,
-    v1::{JobProgress, Phase, RestoreResponse},
+    v1::{JobProgress, Phase, RestoreMode, RestoreResponse},
 };
 
 use super::{
     admin::{delete_job_on, give_up_on},
     checkpoints::{Checkpoint, list_checkpoints},
-    open::{Opened, elsewhere, find, judge, open_but_for, open_everywhere},
-    restore::{check_checkpoint, may_pass, restore, verify_checkpoint},
+    open::{Opened, elsewhere, find, judge, open_but_for, open_everywhere, parts},
+    restore::{check_checkpoint, may_pass, restore, restore_on, verify_checkpoint},
 };
 use crate::{
     cluster::{Backoff, ByServer, Cluster},
@@ -145,13 +145,24 @@ pub(super) async fn move_from(old: &Cluster, cluster: &Cluster, how: &GoBack) ->
     if !how.discard_state {
         // Every old server is asked again, also servers that the job leaves.
         let there = Whereabouts { progress: old.on_all(|server| find(old, server)).await? };
-        if there.holders().iter().any(|&server| there.version(server) != found.version) {
+        let holders = there.holders();
+        if holders.iter().any(|&server| there.version(server) != found.version) {
             return Err(kept(old, &found, &there));
+        }
+        // Another run may have reached the same version. Servers that train compare their state with the checkpoint's.
+        let same = holders.iter().map(|&server| restore_on(old, server, &found.name, RestoreMode::Hold));
+        match try_join_all(same).await {
+            Err(error) if is_other_state(&error) => return Err(kept(old, &found, &there)),
+            same => drop(same?),
         }
     }
     verify_checkpoint(old, &found.name).await?;
     tracing::info!(job = %cluster.job(), checkpoint = found.name, "a job goes to other servers");
     old.on_all(|server| discard_on(old, server)).await?;
+    if how.discard_state {
+        // A part of another job of the name would refuse this one.
+        cluster.on_all(|server| discard_on(cluster, server)).await?;
+    }
     open_again(cluster).await?;
     restore(cluster, &found.name).await?;
     Ok(found)
@@ -200,7 +211,7 @@ pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Re
 
 /// Refuses, as rank 0 does, a job on other servers that cannot come to the session's servers.
 async fn check_coming(cluster: &Cluster, how: Option<&GoBack>) -> Result<()> {
-    let Some((server, theirs)) = elsewhere(cluster).await? else { return Ok(()) };
+    let Some((server, theirs)) = elsewhere(cluster, parts(cluster).await?) else { return Ok(()) };
     match how {
         Some(how) => choose(cluster, how).await.map(drop),
         None => match theirs.same_owners(&cluster.placement()) {

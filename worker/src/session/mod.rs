@@ -294,9 +294,14 @@ impl Session {
     /// only if the caller allows it, or if tier `memory` has lost the rest.
     ///
     /// # Errors
-    /// `StateKept` if state would have to be deleted and may not; `NoCheckpoint`; `NotRestored`.
+    /// `StateKept` if state would have to be deleted and may not; `Invalid` if the servers hold parts of several jobs;
+    /// `NoCheckpoint`; `NotRestored`.
     pub fn go_back(&self, how: &GoBack) -> Result<Checkpoint> {
-        let Some((_, elsewhere)) = self.block_on(open::elsewhere(&self.cluster))? else {
+        let parts = self.block_on(open::parts(&self.cluster))?;
+        if !how.discard_state {
+            self.block_on(open::check_one_job(&self.cluster, &parts))?;
+        }
+        let Some((_, elsewhere)) = open::elsewhere(&self.cluster, parts) else {
             return self.block_on(go_back::go_back(&self.cluster, how));
         };
         let old = Cluster::connect(Options { servers: elsewhere.servers, ..self.cluster.options.clone() })?;
@@ -306,7 +311,8 @@ impl Session {
     /// Returns true if the job is open on another number of servers. [`Session::go_back`] can bring the job to this
     /// session's servers.
     pub fn is_elsewhere(&self) -> Result<bool> {
-        Ok(self.block_on(open::elsewhere(&self.cluster))?.is_some())
+        let parts = self.block_on(open::parts(&self.cluster))?;
+        Ok(open::elsewhere(&self.cluster, parts).is_some())
     }
 
     /// Deletes the job on every server, and frees its memory. Checkpoints stay. A failed call may be repeated.

@@ -2,8 +2,9 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
+use futures_util::future::join_all;
 use longshore_proto::{
-    Epoch, FaultKind, JobSpec, LeftOut, Placement, Rank, ServerId, Version, limits::PROTOCOL,
+    Epoch, Fault, FaultKind, JobSpec, LeftOut, Placement, Rank, ServerId, Version, limits::PROTOCOL,
 };
 use longshore_wire::{
     Wire, left_outs_from_wire,
@@ -12,7 +13,7 @@ use longshore_wire::{
 
 use super::admin::delete_job_on;
 use crate::{
-    cluster::{Backoff, ByServer, Cluster},
+    cluster::{Backoff, ByServer, Cluster, whole},
     error::{Error, Result, StateLost},
     host::Instant,
 };
@@ -108,25 +109,87 @@ pub(super) async fn open_but_for(
     answers.into_iter().map(progress).collect()
 }
 
+/// A server's part of the job.
+pub(super) struct Part {
+    /// Number of the server in `placement`, which is the placement that it has.
+    number: ServerId,
+    placement: Placement,
+}
+
+impl Part {
+    /// Returns true if both may be parts of one job: some server has the same number in both.
+    fn is_beside(&self, other: &Part) -> bool {
+        let (ours, theirs) = (&self.placement, &other.placement);
+        let is_same = |(ours, theirs): (&String, &String)| !ours.is_empty() && ours == theirs;
+        ours.servers.iter().zip(&theirs.servers).any(is_same)
+            && (ours.epoch != theirs.epoch || ours.same_owners(theirs).is_ok())
+    }
+
+    /// Returns true if the part's job has another number of servers than the session.
+    fn is_elsewhere(&self, cluster: &Cluster) -> bool {
+        self.placement.members().count() != cluster.servers().len() + cluster.given_up().len()
+    }
+}
+
+/// Returns each server's part of the job. None for a server without the job.
+pub(super) async fn parts(cluster: &Cluster) -> Result<ByServer<Option<Part>>> {
+    cluster.on_all(|server| part_on(cluster, server)).await
+}
+
+async fn part_on(cluster: &Cluster, server: ServerId) -> Result<Option<Part>> {
+    if find(cluster, server).await?.is_none() {
+        return Ok(None);
+    }
+    let request = DescribeRequest { job: cluster.job().to_string(), ..Default::default() };
+    let answer = cluster.call(server, "Describe", None, cluster.options.deadline, |peer| {
+        let request = request.clone();
+        async move { whole(peer.admin(), request).await }
+    });
+    // Another process may have deleted the job meanwhile.
+    let Ok(answer) = answer.await else { return Ok(None) };
+    let placement = Placement::from_wire(answer.placement).ok();
+    Ok(placement.map(|placement| Part { number: ServerId(answer.server), placement }))
+}
+
 /// Returns the placement of a job that is open on another number of servers, and a server that knows it.
-pub(super) async fn elsewhere(cluster: &Cluster) -> Result<Option<(ServerId, Placement)>> {
-    for server in cluster.servers() {
-        if find(cluster, server).await?.is_none() {
+pub(super) fn elsewhere(cluster: &Cluster, parts: ByServer<Option<Part>>) -> Option<(ServerId, Placement)> {
+    let mut parts = parts.into_iter().filter_map(|(server, part)| Some((server, part?)));
+    let elsewhere = parts.find(|(_, part)| part.is_elsewhere(cluster));
+    elsewhere.map(|(server, part)| (server, part.placement))
+}
+
+/// Refuses parts of several jobs of the name, parts in another order, and a part of a job on other servers.
+///
+/// # Errors
+/// `Conflict` that names the first such part.
+pub(super) async fn check_one_job(cluster: &Cluster, parts: &ByServer<Option<Part>>) -> Result<()> {
+    let known = parts.iter().filter_map(|(server, part)| Some((server, part.as_ref()?)));
+    let known: Vec<(ServerId, &Part)> = known.collect();
+    for &(server, part) in &known {
+        let is_in_place = part.is_elsewhere(cluster)
+            || part.number == server && !is_held_by_others(cluster, parts, &part.placement).await;
+        if is_in_place && part.is_beside(known[0].1) {
             continue;
         }
-        let request = DescribeRequest { job: cluster.job().to_string(), ..Default::default() };
-        let answer = cluster.call(server, "Describe", None, cluster.options.deadline, |peer| {
-            let request = request.clone();
-            async move { peer.admin().describe(request).await }
-        });
-        // A description that is too large for one message counts as no other placement.
-        let Ok(answer) = answer.await else { continue };
-        let Ok(placement) = Placement::from_wire(answer.placement) else { continue };
-        if placement.members().count() != cluster.servers().len() + cluster.given_up().len() {
-            return Ok(Some((server, placement)));
-        }
+        let servers = part.placement.servers.join(",");
+        let value =
+            format!("{} on {} as {} of {servers}", cluster.job(), cluster.address(server), part.number);
+        let limit = "parts of one job, in the order named";
+        let remedy = "name that job's servers in their order, or servers without the job; --discard-state deletes what the \
+                      named servers have of it";
+        return Err(Fault::new(FaultKind::Conflict, "servers", value, limit, remedy).into());
     }
-    Ok(None)
+    Ok(())
+}
+
+/// Returns true if a server without the job stands in the place of another server, which has that part.
+async fn is_held_by_others(cluster: &Cluster, parts: &ByServer<Option<Part>>, placement: &Placement) -> bool {
+    let lacking = parts.iter().filter(|(_, part)| part.is_none()).map(|(server, _)| server);
+    let held = lacking.map(async |server| match placement.servers.get(server.0 as usize) {
+        Some(address) if address != cluster.address(server) => cluster.is_held_at(server, address).await,
+        _ => false,
+    });
+    join_all(held).await.contains(&true)
 }
 
 /// Returns true if a server's part of the job is not complete yet.

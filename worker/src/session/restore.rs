@@ -56,7 +56,7 @@ pub(super) async fn verify_checkpoint(cluster: &Cluster, name: &str) -> Result<(
 }
 
 /// Runs one mode of a restore on one server, and waits as long as the server makes progress.
-async fn restore_on(
+pub(super) async fn restore_on(
     cluster: &Cluster,
     server: ServerId,
     name: &str,
