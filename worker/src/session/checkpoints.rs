@@ -159,8 +159,8 @@ async fn seal(
     cluster.on_each(seal).await.into_vec().into_iter().collect()
 }
 
-/// Frees the room of written parts, since some part is missing. If that fails, the next sealed checkpoint frees the
-/// room.
+/// Frees the room of written parts, since some part is missing. If that fails, servers free the room once two later
+/// checkpoints are sealed.
 async fn discard(cluster: &Cluster, author: Author, name: &str) {
     let request = DiscardCheckpointRequest { job: cluster.job().to_string(), name: name.to_string() };
     let discard = |server| {

@@ -10,7 +10,7 @@ use super::{
     fault::io,
     files, manifest,
     part::Part,
-    seal::{entry_path, is_entry, try_lock},
+    seal::{entry_path, is_entry, lock, try_lock},
 };
 
 /// Prefix of folders in removal, which no checkpoint's name has.
@@ -47,21 +47,13 @@ impl Store {
         servers: u32,
     ) -> Result<(), Fault> {
         let folder = self.folder(job, name)?;
-        if !self.writers.leave(&folder.join(Part::file_name(server, servers)), author) {
-            return Ok(());
-        }
-        // A server that has the lock seals the checkpoint, and has seen this part. So the part stays.
-        let Some(_lock) = try_lock(&folder) else { return Ok(()) };
-        if folder.join(manifest::FILE).exists() {
-            return Ok(());
-        }
         let part = folder.join(Part::file_name(server, servers));
-        for path in [part.clone(), entry_path(&part)] {
-            gone(fs::remove_file(&path)).map_err(io("remove", &path))?;
+        // Another server may seal the checkpoint now. Or it discards its own part, which can take a while on a disk.
+        let _lock = lock(&folder);
+        if !self.writers.leave(&part, author) {
+            return Ok(());
         }
-        files::remove_empty(&folder);
-        tracing::info!(%job, name, "part removed: the checkpoint was not sealed");
-        Ok(())
+        remove_part(&folder, &part)
     }
 
     /// Returns names and parts of the unsealed checkpoints in this folder. Drained servers with a folder each do not
@@ -102,8 +94,21 @@ impl Store {
     }
 }
 
+/// Removes a part unless its checkpoint is sealed. The caller has the folder's lock.
+pub(super) fn remove_part(folder: &Path, part: &Path) -> Result<(), Fault> {
+    if folder.join(manifest::FILE).exists() {
+        return Ok(());
+    }
+    for path in [part, &entry_path(part)] {
+        gone(fs::remove_file(path)).map_err(io("remove", path))?;
+    }
+    files::remove_empty(folder);
+    tracing::info!(part = %part.display(), "part removed: the checkpoint was not sealed");
+    Ok(())
+}
+
 /// Renames the folder before its removal. So a crash during the removal leaves no checkpoint that lacks parts. Returns
-/// false while another server seals the checkpoint.
+/// false while another server seals or removes the checkpoint.
 fn remove(folder: &Path) -> Result<bool, Fault> {
     let Some(_lock) = try_lock(folder) else { return Ok(false) };
     let name = folder.file_name().unwrap_or_default().to_string_lossy();

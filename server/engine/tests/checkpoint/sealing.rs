@@ -1,12 +1,17 @@
 //! Sealing: conditions of a checkpoint, refusals, and the removal of old ones.
 
-use std::fs;
+use std::{
+    fs::{self, File},
+    thread,
+    time::Duration,
+};
 
 use longshore_engine::{
     job::{CheckpointId, StoredImages},
     record::Record,
 };
 use longshore_proto::{Formats, MasterFormat, StateFormat};
+use rustix::fs::{FlockOperation, flock};
 
 use super::*;
 
@@ -350,6 +355,24 @@ fn parts_that_were_not_sealed_go_when_they_are_discarded_or_superseded() {
     assert_eq!(files(&root.path().join("run")), ["last", "next", "sealed"]);
     store.discard(0, &run(), "next", 0, 2).unwrap();
     Trained::open(&spec(1, 0), 1).restore(&store, "next").unwrap();
+}
+
+/// Servers that share a folder discard their parts at once, and the removal of a large part takes a while.
+#[test]
+fn a_part_is_discarded_once_another_server_gives_the_folder_back() {
+    let (root, store) = store();
+    let cluster = Trained::after(&spec(1, 0), 2, 1);
+    cluster.write(&store, "given-up");
+    let given_up = root.path().join("run/given-up");
+    let folder = File::open(&given_up).unwrap();
+    flock(&folder, FlockOperation::LockExclusive).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| store.discard(0, &run(), "given-up", 1, 2).unwrap());
+        thread::sleep(Duration::from_millis(50));
+        drop(folder);
+    });
+    let part = Part::file_name(0, 2);
+    assert_eq!(files(&given_up), [part.replace("safetensors", "part.json"), part]);
 }
 
 /// A server is killed while it writes a part, publishes a part, or removes a checkpoint. Meanwhile another server still
