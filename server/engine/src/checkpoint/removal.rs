@@ -53,7 +53,8 @@ impl Store {
         if !self.writers.leave(&part, author) {
             return Ok(());
         }
-        remove_part(&folder, &part)
+        remove_part(&folder, &part)?;
+        Ok(())
     }
 
     /// Returns names and parts of the unsealed checkpoints in this folder. Drained servers with a folder each do not
@@ -94,17 +95,17 @@ impl Store {
     }
 }
 
-/// Removes a part unless its checkpoint is sealed. The caller has the folder's lock.
-pub(super) fn remove_part(folder: &Path, part: &Path) -> Result<(), Fault> {
+/// Removes a part unless its checkpoint is sealed, which returns false. The caller has the folder's lock.
+pub(super) fn remove_part(folder: &Path, part: &Path) -> Result<bool, Fault> {
     if folder.join(manifest::FILE).exists() {
-        return Ok(());
+        return Ok(false);
     }
     for path in [part, &entry_path(part)] {
         gone(fs::remove_file(path)).map_err(io("remove", path))?;
     }
     files::remove_empty(folder);
     tracing::info!(part = %part.display(), "part removed: the checkpoint was not sealed");
-    Ok(())
+    Ok(true)
 }
 
 /// Renames the folder before its removal. So a crash during the removal leaves no checkpoint that lacks parts. Returns

@@ -19,7 +19,9 @@ use super::{
     part::{Array, Part, PartShard, Table},
     plan::{Found, MAX_HEADER_BYTES, PartPlan},
     read::PartReader,
-    seal::entry_path,
+    removal::remove_part,
+    seal::{entry_path, lock},
+    writers::Turn,
 };
 use crate::{
     job::{BlockCopy, CopiedBlock, Job, PartUnderWay, Piece, Snapshot, SnapshotInfo, StoredImages},
@@ -51,7 +53,8 @@ impl Store {
     /// already with the same state, returns that checkpoint's part. After an error no part is left behind. The deadline
     /// bounds the wait for updates in progress, not the disk.
     ///
-    /// Several authors may ask for one part, which stays until the last of them [gives it up](Store::discard).
+    /// Several authors may ask for one part, which stays until the last of them [gives it up](Store::discard). A part
+    /// that all of them gave up meanwhile is no success.
     pub fn write(
         &self,
         author: u64,
@@ -67,24 +70,47 @@ impl Store {
         }
         let (number, count) = job.part();
         let target = folder.join(Part::file_name(number, count));
-        let turn = self.writers.enter(&target, author, deadline)?;
+        let mut turn = self.writers.enter(&target, author, deadline)?;
+        let written = self.write_in_turn(&turn, job, &target, (name, count), expected, deadline);
+        if turn.end() {
+            return written;
+        }
+        let _lock = lock(&folder);
+        if !remove_part(&folder, &target)? {
+            return written;
+        }
+        written.and_then(|_| Err(given_up(name)))
+    }
+
+    /// Writes the part `target` of one of `servers` servers.
+    fn write_in_turn(
+        &self,
+        turn: &Turn<'_>,
+        job: &Arc<Job>,
+        target: &Path,
+        (name, servers): (&str, u32),
+        expected: Option<Version>,
+        deadline: Instant,
+    ) -> Result<Part, Fault> {
+        let folder = files::parent(target);
         if folder.join(manifest::FILE).exists() {
-            return sealed_part(job, &folder, name, expected, deadline);
+            return sealed_part(job, folder, name, expected, deadline);
         }
         // The part is not written twice: a second one of the same state would differ in its header's order.
         if let Some(part) = turn.found(job, name, expected)? {
             return Ok(part);
         }
         let sequence = self.make_way(&job.spec().name)?;
-        remove_drafts(&target);
-        let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(&target, error))?;
+        remove_drafts(target);
+        let spec = serde_json::to_vec(job.spec()).map_err(|error| defect(target, error))?;
         let (snapshot, layout) = job.begin_checkpoint(expected)?;
         let shards = snapshot.shards(deadline)?;
-        if (number, count) != job.part() {
-            return Err(other_servers(count, job.part().1));
+        let (number, count) = job.part();
+        if target != folder.join(Part::file_name(number, count)) {
+            return Err(other_servers(servers, count));
         }
         let plan = plan(job, &shards, &spec);
-        let sink = Sink::prepare(job, &plan, target, sequence)?;
+        let sink = Sink::prepare(job, &plan, target.to_path_buf(), sequence)?;
         let written = sink.record(&plan, &spec, (snapshot, layout), deadline);
         if written.is_err() {
             sink.draft.discard();
@@ -139,6 +165,12 @@ fn own_part(job: &Job, manifest: Manifest) -> Option<Part> {
         return None;
     }
     manifest.parts.into_iter().find(mine)
+}
+
+fn given_up(name: &str) -> Fault {
+    let value = format!("{name}, given up by all callers during the write");
+    let remedy = "checkpoint again; where no caller waits that long, use a faster folder or more servers";
+    Fault::new(FaultKind::Precondition, FIELD, value, "wanted until it is written", remedy)
 }
 
 fn taken(name: &str) -> Fault {

@@ -37,21 +37,26 @@ pub(super) struct Turn<'a> {
     writers: &'a Writers,
     path: PathBuf,
     author: u64,
+    ended: bool,
 }
 
 impl Writers {
     /// Waits until no other call writes this part, and adds its author.
     pub(super) fn enter(&self, path: &Path, author: u64, deadline: Instant) -> Result<Turn<'_>, Fault> {
         let mut parts = lock(&self.parts);
+        let mut added = false;
         loop {
             let state = parts.entry(path.to_path_buf()).or_default();
-            state.authors.insert(author);
+            added |= state.authors.insert(author);
             if !std::mem::replace(&mut state.is_being_written, true) {
-                return Ok(Turn { writers: self, path: path.to_path_buf(), author });
+                return Ok(Turn { writers: self, path: path.to_path_buf(), author, ended: false });
             }
             let wait = deadline.saturating_duration_since(Instant::now());
             if wait.is_zero() {
-                state.authors.remove(&author);
+                // Another call of this author may be the one that writes.
+                if added {
+                    state.authors.remove(&author);
+                }
                 let value = format!("{}, being written for another caller", path.display());
                 let remedy = "try again later, or choose another name";
                 return Err(Fault::new(FaultKind::Deadline, FIELD, value, "written in time", remedy));
@@ -115,22 +120,38 @@ impl Turn<'_> {
             state.last = Some((part.clone(), Arc::downgrade(job)));
         }
     }
-}
 
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
+    /// Ends the turn. Returns false, and the turn goes on, if every author gave the part up during the turn. Nobody
+    /// else removes the part then.
+    pub(super) fn end(&mut self) -> bool {
         let mut parts = lock(&self.writers.parts);
+        if parts.get(&self.path).is_some_and(|state| state.authors.is_empty()) {
+            return false;
+        }
+        self.end_in(&mut parts);
+        self.ended = true;
+        true
+    }
+
+    fn end_in(&self, parts: &mut BTreeMap<PathBuf, State>) {
         if let Some(state) = parts.get_mut(&self.path) {
             state.is_being_written = false;
             if state.last.is_none() {
                 // The call has failed, or found the checkpoint sealed, so its author has no part to give up.
                 state.authors.remove(&self.author);
-                if state.authors.is_empty() {
-                    parts.remove(&self.path);
-                }
+            }
+            if state.authors.is_empty() {
+                parts.remove(&self.path);
             }
         }
-        drop(parts);
         self.writers.written.notify_all();
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.end_in(&mut lock(&self.writers.parts));
+        }
     }
 }

@@ -482,7 +482,7 @@ fn authors_of_one_name_write_in_turn_and_discard_nothing_of_each_other() {
     let cluster = Trained::after(&spec(1, 0), 1, 1);
     let (store, job) = (&store, &cluster.jobs[0]);
     let write = |name: &'static str| -> Vec<String> {
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             let write = |author| {
                 scope.spawn(move || store.write(author, job, name, None, soon()).unwrap().to_json().unwrap())
             };
@@ -500,4 +500,24 @@ fn authors_of_one_name_write_in_turn_and_discard_nothing_of_each_other() {
         store.discard(author, &run(), "given-up", 0, 1).unwrap();
     }
     assert_eq!(files(&root.path().join("run")), ["sealed"]);
+}
+
+/// A write takes longer than its caller waits, who gives the part up before the write ends.
+#[test]
+fn a_part_given_up_during_its_write_goes_when_the_write_ends() {
+    let (root, store) = store();
+    let cluster = Trained::after(&spec(1, 0), 1, 1);
+    for name in ["a", "b", "c", "d", "e"] {
+        let folder = root.path().join("run").join(name);
+        let written = thread::scope(|scope| {
+            let write = scope.spawn(|| store.write(1, &cluster.jobs[0], name, None, soon()));
+            while files(&folder).is_empty() && !write.is_finished() {
+                thread::yield_now();
+            }
+            store.discard(1, &run(), name, 0, 1).unwrap();
+            write.join().unwrap()
+        });
+        assert!(!folder.exists(), "{written:?}");
+        assert!(!format!("{store:?}").contains(&format!("run/{name}")), "{store:?}");
+    }
 }
