@@ -2,15 +2,16 @@
 
 use std::{
     ops::Range,
-    sync::mpsc::{self, Receiver},
+    sync::mpsc::{self, Receiver, RecvTimeoutError},
+    time::Duration,
 };
 
-use longshore_proto::{Fault, JobSpec, Layout, ShardId};
+use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId};
 
-use super::fault::internal;
+use super::fault::{FIELD, internal};
 use crate::{
     ids::{Contributor, GradientSlot, OwnedShard},
-    io::Direction,
+    io::{Direction, SILENCE},
     memory::Region,
 };
 
@@ -59,6 +60,8 @@ pub trait GradientStore: Send + Sync {
 }
 
 pub struct Transfer {
+    /// Names the gradient in an error.
+    of: String,
     done: Receiver<Result<Region, Fault>>,
 }
 
@@ -76,10 +79,64 @@ impl Transfer {
             let _ = sender.send(result.map(|()| buffer));
         };
         store.start(direction, id, 0..bytes, buffer, Box::new(moved));
-        Transfer { done }
+        Transfer { of: store.describe(id), done }
     }
 
+    /// Waits for the buffer. If the drive is silent for too long, the disk keeps the buffer.
     pub fn wait(self) -> Result<Region, Fault> {
-        self.done.recv().unwrap_or_else(|_| Err(internal("the disk's thread has ended", "running")))
+        self.wait_for(SILENCE)
+    }
+
+    fn wait_for(self, patience: Duration) -> Result<Region, Fault> {
+        self.done.recv_timeout(patience).unwrap_or_else(|error| match error {
+            RecvTimeoutError::Disconnected => Err(internal("the disk's thread has ended", "running")),
+            RecvTimeoutError::Timeout => {
+                let value = format!("{} (silent for {} s)", self.of, patience.as_secs());
+                let remedy = "see the kernel's log for the device";
+                Err(Fault::new(FaultKind::Deadline, FIELD, value, "answering", remedy))
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::memory::Slab;
+
+    /// Gradients on a drive that answers nothing.
+    #[derive(Default)]
+    struct Silent(Mutex<Vec<Moved>>);
+
+    impl GradientStore for Silent {
+        fn start(&self, _: Direction, _: GradientId, _: Range<usize>, _: Region, done: Moved) {
+            crate::lock(&self.0).push(done);
+        }
+
+        fn make_room(&self, _: OwnedShard) -> Result<(), Fault> {
+            Ok(())
+        }
+
+        fn release(&self, _: OwnedShard) {}
+
+        fn describe(&self, _: GradientId) -> String {
+            "/mnt/a/gradients".into()
+        }
+
+        fn written_bytes(&self) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn a_wait_for_a_silent_drive_ends() {
+        let store = Silent::default();
+        let buffer = Slab::allocate(4096).unwrap().carve_here(&[4096]).remove(0);
+        let id = GradientId { owned: OwnedShard(0), slot: GradientSlot(0), kind: Kind::Sum };
+        let transfer = Transfer::start(&store, Direction::Read, id, 4096, buffer);
+        let fault = transfer.wait_for(Duration::ZERO).err().unwrap();
+        assert_eq!((fault.kind, &*fault.value), (FaultKind::Deadline, "/mnt/a/gradients (silent for 0 s)"));
     }
 }
