@@ -8,6 +8,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{Arc, Mutex, mpsc},
     thread,
+    time::Duration,
 };
 
 use longshore_engine::io::{Direction, Disk, OpenDisk, Request};
@@ -37,6 +38,8 @@ struct DiskState {
     /// Number of the write that fails, counted from 1, and its error.
     fail_write: Option<(usize, io::ErrorKind)>,
     fail_flush: Option<usize>,
+    /// Folder of a drive whose writes each take some time.
+    slow: Option<(PathBuf, Duration)>,
     writes: usize,
     flushes: usize,
     read_bytes: usize,
@@ -126,6 +129,10 @@ impl Disks {
         state.fail_flush = Some(state.flushes + after);
     }
 
+    pub(crate) fn slow_writes(&self, folder: &Path, each: Duration) {
+        self.state.lock().unwrap().slow = Some((folder.to_path_buf(), each));
+    }
+
     fn start(&self, path: &Path) -> Arc<dyn Disk> {
         let (queue, inbox) = mpsc::channel::<Request>();
         let (disks, of_thread) = (self.clone(), path.to_path_buf());
@@ -139,6 +146,13 @@ impl Disks {
     }
 
     fn perform(&self, path: &Path, request: &mut Request) -> io::Result<()> {
+        let slow = self.state.lock().unwrap().slow.clone();
+        if let Some((folder, each)) = slow
+            && request.direction == Direction::Write
+            && path.starts_with(folder)
+        {
+            thread::sleep(each);
+        }
         for part in &request.parts {
             let mut state = self.state.lock().unwrap();
             let bytes = &mut request.buffer.bytes_mut()[part.range.clone()];

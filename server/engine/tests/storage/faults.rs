@@ -1,6 +1,6 @@
 //! Disks that fail, fill up, vanish, or belong to another job.
 
-use std::{fs, io::ErrorKind, sync::Arc};
+use std::{fs, io::ErrorKind, sync::Arc, thread, time::Duration};
 
 use longshore_engine::{
     admission::Need,
@@ -61,6 +61,26 @@ fn a_failed_write_or_flush_is_the_end_of_the_store() {
         let version = check(&cluster, &references(&spec, 3));
         assert!(version == 2 || (version == 3 && case >= 12), "case {case}: version {version}");
     }
+}
+
+/// A write that lands once the folders are free could change a slot that the job's next store has written.
+#[test]
+fn no_write_lands_after_a_failed_store_has_closed() {
+    let (disks, spec) = (Disks::default(), small(0));
+    let dirs = Dirs::on(&disks, 2);
+    let mut cluster = started(&spec, &dirs.storage);
+    run_steps(&mut cluster, 1..=2);
+    // The second drive has the second shard. The third shard's write to the first drive fails meanwhile.
+    disks.slow_writes(&dirs.storage.dirs[1], Duration::from_millis(300));
+    disks.fail_write(2, ErrorKind::Other);
+    let (flats, commit) = step_of(&spec, 3);
+    cluster.push(3, &flats);
+    cluster.commit(&commit).unwrap();
+    cluster.settle().unwrap_err();
+    drop(cluster);
+    let landed = disks.events().len();
+    thread::sleep(Duration::from_millis(600));
+    assert_eq!(disks.events().len(), landed);
 }
 
 #[test]

@@ -562,11 +562,14 @@ impl ShardPager {
         self.wait_for_writes()
     }
 
-    /// Waits until no transfer is in flight, failed or not.
+    /// Waits until no transfer is in flight. After a failure waits for writes alone, and not for a silent drive.
     pub(super) fn quiesce(&self) {
         let moving = |entry: &Entry| matches!(entry.holding, Holding::Reading | Holding::Writing);
         let mut state = self.lock();
-        while state.failed.is_none() && state.entries.iter().any(moving) {
+        while match state.failed {
+            None => state.entries.iter().any(moving),
+            Some(_) => state.writing > 0 && state.debts.silent(Instant::now()).is_none(),
+        } {
             state = self.wait(state);
         }
     }
