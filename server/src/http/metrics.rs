@@ -226,8 +226,7 @@ fn work(families: &mut Families<'_>, jobs: &[Seen]) -> fmt::Result {
     let queued = "Sums and updates that wait for the compute thread or are with it.";
     families.gauge("job_queued_work", queued, None, each(jobs, |job| job.handle.busy.queued()))?;
     let moved = "Memory traffic of the updates since the job was opened here: state in and out, gradients in, images out.";
-    let updated = |job: &Seen| job.handle.history.counts().0 * job.handle.job.update_bytes();
-    families.counter("job_update", moved, bytes(), each(jobs, updated))?;
+    families.counter("job_update", moved, bytes(), each(jobs, |job| job.handle.job.updated_bytes()))?;
     let pushed = "Payload of gradients since the job was opened here.";
     families.counter("job_pushed", pushed, bytes(), each(jobs, |job| job.handle.job.traffic().0))?;
     let pulled = "Payload of weights since the job was opened here.";

@@ -75,6 +75,7 @@ pub struct Job {
     disk_bytes: AtomicU64,
     /// Shards whose state has broken here since the job was opened.
     broken: AtomicU64,
+    updated_bytes: AtomicU64,
     /// Declared last, so that its observer is dropped last. Once a caller sees that, the job's memory and folders are
     /// free.
     pub protocol: Protocol,
@@ -148,17 +149,25 @@ impl Job {
     /// Returns the bytes that one update moves through this server's memory: state in and out, gradients in,
     /// images out.
     pub fn update_bytes(&self) -> u64 {
-        let (share, spec) = (&self.share, &self.share.spec);
-        let bytes = |owned: OwnedShard| {
-            let sums = spec.micro_steps > 1 || share.contributors(owned).len() > 1;
-            let gradient = if sums { Dtype::F32 } else { spec.gradient_dtype };
-            let [gradient, image] = [gradient, spec.image_dtype].map(|dtype| dtype.bytes() as usize);
-            let Formats { master, state, .. } = spec.formats;
-            share.elements(owned) as f64 * bytes_per_parameter(spec.rule, master, state, gradient, image)
-        };
         let released = lock(&self.released);
-        let here = share.all().filter(|owned| !share.is_frozen(*owned) && !released.contains(owned));
-        here.map(bytes).sum::<f64>() as u64
+        let here =
+            self.share.all().filter(|owned| !self.share.is_frozen(*owned) && !released.contains(owned));
+        here.map(|owned| self.shard_update_bytes(owned)).sum()
+    }
+
+    fn shard_update_bytes(&self, owned: OwnedShard) -> u64 {
+        let (share, spec) = (&self.share, &self.share.spec);
+        let sums = spec.micro_steps > 1 || share.contributors(owned).len() > 1;
+        let gradient = if sums { Dtype::F32 } else { spec.gradient_dtype };
+        let [gradient, image] = [gradient, spec.image_dtype].map(|dtype| dtype.bytes() as usize);
+        let Formats { master, state, .. } = spec.formats;
+        let each = bytes_per_parameter(spec.rule, master, state, gradient, image);
+        (share.elements(owned) as f64 * each) as u64
+    }
+
+    /// Returns the bytes that all updates have moved since the job was opened here, whichever shards it had.
+    pub fn updated_bytes(&self) -> u64 {
+        self.updated_bytes.load(Ordering::Relaxed)
     }
 
     /// Returns the bytes of payload that were pushed and pulled since the job was opened here.

@@ -90,6 +90,7 @@ impl Job {
             released: Mutex::new(share.all().filter(|&owned| !share.is_opened(owned)).collect()),
             disk_bytes: AtomicU64::new(need.disk),
             broken: AtomicU64::new(0),
+            updated_bytes: AtomicU64::new(0),
         };
         match recovered {
             Recovered::Nothing => {}

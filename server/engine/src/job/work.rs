@@ -4,6 +4,7 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     ops::Range,
+    sync::atomic::Ordering,
 };
 
 use longshore_proto::{BlockId, Commit, Correction, Fault, Layout, Step, limits::BLOCK_ELEMENTS};
@@ -129,6 +130,8 @@ impl Job {
             }
         } else {
             self.update_shards(&whole, &commit, applied)?;
+            let bytes = whole.iter().map(|&owned| self.shard_update_bytes(owned)).sum();
+            self.updated_bytes.fetch_add(bytes, Ordering::Relaxed);
         }
         self.gradients.give_back(&run, step);
         let mut machine = self.protocol.machine();
