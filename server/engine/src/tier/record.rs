@@ -85,6 +85,13 @@ pub(super) fn newer(kind: &str, format: u32, most: u32) -> Fault {
     Fault::new(FaultKind::Precondition, FIELD, format!("a {kind} of format {format}"), limit, remedy)
 }
 
+/// Returns the length of the frame that begins with the sector `head`. None if no frame is that long.
+pub(super) fn frame_len(head: &[u8]) -> Option<usize> {
+    let json = u32::from_le_bytes([head[12], head[13], head[14], head[15]]) as usize;
+    let length = (HEAD + json).next_multiple_of(SECTOR);
+    (length <= RECORD_BYTES).then_some(length)
+}
+
 /// Reads the frame at the start of `area`.
 pub(super) fn decode<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
     let broken = |why: &str| Found::Broken(why.to_string());
@@ -125,6 +132,16 @@ pub(super) fn decode<T: DeserializeOwned>(area: &[u8]) -> Found<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_longest_frame_is_found_by_its_head() {
+        let longest = "a".repeat(RECORD_BYTES - HEAD - 2);
+        let frame = encode(&longest).unwrap();
+        assert_eq!((frame.len(), frame_len(&frame[..SECTOR])), (RECORD_BYTES, Some(RECORD_BYTES)));
+        assert!(encode(&(longest + "a")).is_err());
+        assert_eq!(frame_len(&encode(&"a").unwrap()), Some(SECTOR));
+        assert_eq!(frame_len(&[0xff; SECTOR]), None);
+    }
 
     #[test]
     fn every_flipped_bit_is_found() {

@@ -7,7 +7,7 @@ use longshore_proto::{Fault, FaultKind, Version};
 use super::{
     super::{
         fault::{FIELD, corrupt},
-        record::{Found, RECORD_BYTES, SECTOR, crc64, decode},
+        record::{Found, SECTOR, crc64, decode, frame_len},
     },
     durable::{StoredRecord, get},
     plan::{Apart, ApartChecksums, Digest, FilePlan, RECORD_COPIES, StorePlan},
@@ -106,11 +106,10 @@ fn read_record(
     offset: u64,
 ) -> Result<Found<StoredRecord>, Fault> {
     let head = get(disk, meta, offset, SECTOR)?;
-    let length = u32::from_le_bytes([head[12], head[13], head[14], head[15]]) as usize;
-    if length <= SECTOR / 2 || length > RECORD_BYTES - SECTOR {
-        return Ok(decode(&head));
+    match frame_len(&head) {
+        Some(length) if length > SECTOR => Ok(decode(&get(disk, meta, offset, length)?)),
+        _ => Ok(decode(&head)),
     }
-    Ok(decode(&get(disk, meta, offset, (length + SECTOR).next_multiple_of(SECTOR).min(RECORD_BYTES))?))
 }
 
 /// The block checksums of one file's slot, verified by the table's own checksum in the record.
