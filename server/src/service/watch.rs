@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use longshore_engine::step::Wanted;
+use longshore_engine::step::{Phase, Wanted};
 use longshore_proto::{Fault, FaultKind, Incarnation, Rank, Step, TierKind, limits::MAX_DEADLINE_MS};
 use longshore_wire::{
     Wire,
@@ -140,16 +140,16 @@ fn forgotten(step: Step) -> Fault {
 fn news(handle: &JobHandle, told: &Told) -> Result<Vec<News>, Fault> {
     let commits = handle.job.protocol.commits_after(told.step).ok_or_else(|| forgotten(told.step))?;
     let (pauses, resumes, loss_scale) = handle.job.protocol.pauses();
-    let mut news = Vec::new();
-    for _ in told.pauses..pauses {
-        let reason = match handle.job.progress().phase {
-            longshore_engine::step::Phase::Paused { reason } => reason,
-            _ => String::new(),
-        };
-        news.push(News::Paused(reason));
-    }
-    news.extend(commits.iter().map(|commit| News::Commit(commit.step)));
-    news.extend((told.resumes..resumes).map(|_| News::Resumed(loss_scale)));
+    let paused = |_| match handle.job.progress().phase {
+        Phase::Paused { reason } => News::Paused(reason),
+        _ => News::Paused(String::new()),
+    };
+    let began =
+        (told.pauses..pauses).map(paused).chain(commits.iter().map(|commit| News::Commit(commit.step)));
+    let ended = (told.resumes..resumes).map(|_| News::Resumed(loss_scale));
+    // A late watcher has missed the end of one pause and the begin of another. The state that lasts comes last.
+    let mut news: Vec<News> =
+        if pauses > resumes { ended.chain(began).collect() } else { began.chain(ended).collect() };
     news.extend(Some(handle.wanted()).filter(|wanted| wanted.words > told.wanted).map(News::Wanted));
     Ok(news)
 }
