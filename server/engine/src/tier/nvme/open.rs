@@ -23,7 +23,7 @@ use super::{
     parts::{PART_BYTES, ReadWindow},
     plan::{self, Slots, StorePlan},
     ranks::{self, Ranks},
-    recover::{Blocks, Records, read_table, remedy},
+    recover::{Blocks, Records, read_table, unread_remedy},
 };
 use crate::{
     admission::exhausted,
@@ -210,16 +210,16 @@ impl NvmeTier {
         let Some(stored) = records.choose(storage.at_most)? else { return Ok(None) };
         let StoredRecord { slots, roots, record, epoch, apart, .. } = stored.clone();
         let previous = records.valid.keys().copied().rfind(|version| *version < record.version);
+        let with_remedy = |fault| Fault { remedy: unread_remedy(previous), ..fault };
         for (file, roots) in roots.iter().enumerate() {
-            self.load_tables(file, slots, roots)
-                .map_err(|fault| Fault { remedy: remedy(previous), ..fault })?;
+            self.load_tables(file, slots, roots).map_err(with_remedy)?;
         }
         for apart in &apart {
             let Some(&owned) = self.pager.plan.order.get(apart.owned) else { continue };
             let file = self.pager.plan.shards[owned.index()].file;
             let (disk, meta) = (&*self.pager.disks[file], &self.writer.meta[file]);
             let read = Blocks { plan: &self.pager.plan, disk, meta }.apart(owned, apart);
-            if let Some(checksums) = read.map_err(|fault| Fault { remedy: remedy(previous), ..fault })? {
+            if let Some(checksums) = read.map_err(with_remedy)? {
                 self.pager.lies_apart(owned, &checksums);
             }
         }

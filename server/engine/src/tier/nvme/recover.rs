@@ -200,7 +200,16 @@ impl Blocks<'_> {
     }
 }
 
-/// Returns an operator's remedy when a version turns out to be damaged.
+/// Returns an operator's remedy when a version turns out to be damaged, and the bytes of the one before were not read.
+pub(super) fn unread_remedy(previous: Option<Version>) -> String {
+    let Some(version) = previous else { return remedy(None) };
+    format!(
+        "`longshore step-back --version {}` goes to the version before where that one is whole; else restore a checkpoint",
+        version.0
+    )
+}
+
+/// Returns an operator's remedy when a version turns out to be damaged. All bytes of the version before are whole.
 pub(super) fn remedy(previous: Option<Version>) -> String {
     match previous {
         Some(version) => format!(
