@@ -222,6 +222,8 @@ impl Jobs {
         let started = started.map(Arc::new);
         match &started {
             Ok(handle) => {
+                // A job that had moved away is back, also once it can no longer be served.
+                lock(&self.gone).remove(&name);
                 lock(&self.jobs).insert(name, JobEntry::Open(Arc::clone(handle)));
             }
             Err(fault) => {
@@ -635,6 +637,19 @@ mod tests {
         assert_eq!(older.err().map(|fault| fault.kind), Some(FaultKind::Conflict));
         let (is_anew, handle) = Arc::clone(&jobs).open(again, true, Incarnation(1)).await.unwrap();
         assert_eq!((is_anew, handle.job.server()), (true, ServerId(2)));
+    }
+
+    #[tokio::test]
+    async fn a_job_that_has_come_back_is_not_sent_to_where_it_had_moved() {
+        let (jobs, wanted) = (jobs(), wanted("run", None));
+        let name = &wanted.spec.name;
+        let (_, handle) =
+            Arc::clone(&jobs).open(wanted.clone(), false, Incarnation::default()).await.unwrap();
+        let elsewhere = Placement::striped(vec!["there".into()], 1);
+        Arc::clone(&jobs).retire(handle, &elsewhere).await.unwrap();
+        assert!(jobs.check_not_moved(name).unwrap_err().limit.contains("there"));
+        Arc::clone(&jobs).open(wanted.clone(), true, Incarnation(1)).await.unwrap();
+        jobs.check_not_moved(name).unwrap();
     }
 
     #[tokio::test]
