@@ -18,6 +18,7 @@ use std::{
         Arc,
         mpsc::{self, RecvTimeoutError},
     },
+    thread,
     time::Duration,
 };
 
@@ -133,12 +134,35 @@ fn transfer_within(
     disk.submit(Request { direction, parts, buffer, done });
     match receiver.recv_timeout(patience) {
         Ok((buffer, result)) => (Some(buffer), result),
-        Err(RecvTimeoutError::Disconnected) => (None, Err(io::Error::other("the disk's thread has ended"))),
-        Err(RecvTimeoutError::Timeout) => {
-            let why = format!("silent for {} s", patience.as_secs());
-            (None, Err(io::Error::new(io::ErrorKind::TimedOut, why)))
+        Err(error) => (None, Err(unanswered(error, patience))),
+    }
+}
+
+fn unanswered(error: RecvTimeoutError, patience: Duration) -> io::Error {
+    match error {
+        RecvTimeoutError::Disconnected => io::Error::other("the disk's thread has ended"),
+        RecvTimeoutError::Timeout => {
+            io::Error::new(io::ErrorKind::TimedOut, format!("silent for {} s", patience.as_secs()))
         }
     }
+}
+
+/// Flushes a disk. If the device is silent for `SILENCE`, a thread goes on waiting for the device.
+pub(crate) fn flush(disk: &Arc<dyn Disk>) -> io::Result<()> {
+    flush_within(SILENCE, disk)
+}
+
+fn flush_within(patience: Duration, disk: &Arc<dyn Disk>) -> io::Result<()> {
+    let (sender, receiver) = mpsc::channel();
+    let disk = Arc::clone(disk);
+    let flush = move || {
+        let result = disk.flush();
+        // The caller may close the disk once it has the result.
+        drop(disk);
+        let _ = sender.send(result);
+    };
+    thread::Builder::new().name("disk-flush".to_string()).spawn(flush)?;
+    receiver.recv_timeout(patience).unwrap_or_else(|error| Err(unanswered(error, patience)))
 }
 
 #[cfg(test)]
@@ -169,6 +193,7 @@ mod tests {
         }
 
         fn flush(&self) -> io::Result<()> {
+            thread::sleep(Duration::from_millis(200));
             Ok(())
         }
     }
@@ -181,5 +206,13 @@ mod tests {
         let (kept, result) = transfer_within(Duration::ZERO, &disk, Direction::Write, parts, buffer);
         assert_eq!((kept.is_none(), result.unwrap_err().kind()), (true, io::ErrorKind::TimedOut));
         assert_eq!(crate::lock(&disk.0)[0].buffer.bytes().len(), page);
+    }
+
+    #[test]
+    fn a_flush_of_a_silent_drive_fails() {
+        let disk: Arc<dyn Disk> = Arc::new(Silent(Mutex::default()));
+        let fault = flush_within(Duration::from_millis(1), &disk).unwrap_err();
+        assert_eq!((fault.kind(), &*fault.to_string()), (io::ErrorKind::TimedOut, "silent for 0 s"));
+        flush(&disk).unwrap();
     }
 }

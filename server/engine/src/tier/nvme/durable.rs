@@ -23,7 +23,7 @@ use super::{
     plan::{Apart, FilePlan, IMAGE_SLOTS, RECORD_COPIES, STATE_SLOTS, Slots},
 };
 use crate::{
-    io::{Direction, Disk, Part, transfer},
+    io::{Direction, Disk, Part, flush, transfer},
     lock,
     memory::Region,
     record::Record,
@@ -229,7 +229,7 @@ impl VersionWriter {
 
     fn flush(&self, file: usize) -> Result<(), Fault> {
         let disk = &self.pager.disks[file];
-        disk.flush().map_err(io("flush", disk.path()))
+        flush(disk).map_err(io("flush", disk.path()))
     }
 
     /// Writes bytes, padded to whole sectors, at each of the offsets.

@@ -17,7 +17,7 @@ use super::{
     durable::{get, with_buffer},
 };
 use crate::{
-    io::{Direction, Disk, OpenDisk, Part, transfer},
+    io::{Direction, Disk, OpenDisk, Part, flush, transfer},
     lock,
     memory::{AllocationError, Region, Slab},
     record::Joined,
@@ -180,7 +180,7 @@ impl Ranks {
             let parts = offsets.map(|offset| Part { offset, range: 0..frame.len() }).collect();
             transfer(&*self.disk, Direction::Write, parts, buffer)
         })?;
-        self.disk.flush()?;
+        flush(&self.disk)?;
         Ok(COPIES * frame.len() as u64)
     }
 }
