@@ -3700,7 +3700,8 @@ pub mod admin_client {
                 .insert(GrpcMethod::new("longshore.v1.Admin", "DeleteJob"));
             self.inner.unary(req, path, codec).await
         }
-        /// Finishes the step in hand, checkpoints if configured, and stops serving, as after SIGTERM.
+        /// Finishes the step in hand, checkpoints if configured, and stops serving, as after SIGTERM. Answered once that is done: nothing
+        /// is lost then if the server's host stops.
         pub async fn drain(
             &mut self,
             request: impl tonic::IntoRequest<super::DrainRequest>,
@@ -3846,7 +3847,8 @@ pub mod admin_server {
             tonic::Response<super::DeleteJobResponse>,
             tonic::Status,
         >;
-        /// Finishes the step in hand, checkpoints if configured, and stops serving, as after SIGTERM.
+        /// Finishes the step in hand, checkpoints if configured, and stops serving, as after SIGTERM. Answered once that is done: nothing
+        /// is lost then if the server's host stops.
         async fn drain(
             &self,
             request: tonic::Request<super::DrainRequest>,
