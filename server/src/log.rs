@@ -20,7 +20,7 @@ use tracing_subscriber::{
     Layer, Registry, filter::Targets, fmt, layer::SubscriberExt, util::SubscriberInitExt,
 };
 
-use crate::{config::ConfigError, lock::lock};
+use crate::lock::lock;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
@@ -49,17 +49,6 @@ impl Seldom {
             something();
         }
     }
-}
-
-/// Parses a level, or levels by module as in `info,longshore_engine=debug`.
-///
-/// # Errors
-/// `Value` also for a single word that is no level: as a module's name it would silence every other module.
-pub fn parse_filter(filter: &str) -> Result<Targets, ConfigError> {
-    let is_module = |part: &str| !part.contains('=') && part.parse::<LevelFilter>().is_err();
-    let parsed = filter.parse().ok().filter(|_| !filter.split(',').any(is_module));
-    let limit = "a level, or levels by module as in info,longshore_server=debug";
-    parsed.ok_or_else(|| ConfigError::Value { field: "log", value: filter.into(), limit })
 }
 
 /// Installs the process's subscriber; a second call does nothing. The `other` layer has a filter of its own.

@@ -14,7 +14,7 @@ pub use size::{ByteSize, SizeError, available_memory, total_memory};
 pub use storage::StorageConfig;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 
-use crate::log::{LogFormat, parse_filter};
+use crate::log::LogFormat;
 
 /// Settings of the server after flags, environment, file and defaults are merged.
 #[derive(Clone, Debug)]
@@ -126,7 +126,7 @@ impl Config {
             tls_dir: flags.tls_dir.or(file.tls_dir),
             insecure: flags.insecure || file.insecure,
             no_memfd: flags.no_memfd || file.no_memfd,
-            log: flags.log.or(file.log).map_or(Ok(defaults.log), |filter| parse_filter(&filter))?,
+            log: flags.log.or(file.log).map_or(Ok(defaults.log), |filter| parse_log_filter(&filter))?,
             log_format: flags.log_format.or(file.log_format).unwrap_or_default(),
         };
         config.check()?;
@@ -187,6 +187,17 @@ impl StorageConfig {
             shm_dir: flags.shm_dir.clone().or(file.shm_dir.clone()),
         }
     }
+}
+
+/// Parses a level, or levels by module as in `info,longshore_engine=debug`.
+///
+/// # Errors
+/// `Value` also for a single word that is no level: as a module's name it would silence every other module.
+pub fn parse_log_filter(filter: &str) -> Result<Targets, ConfigError> {
+    let is_module = |part: &str| !part.contains('=') && part.parse::<LevelFilter>().is_err();
+    let parsed = filter.parse().ok().filter(|_| !filter.split(',').any(is_module));
+    let limit = "a level, or levels by module as in info,longshore_server=debug";
+    parsed.ok_or_else(|| ConfigError::Value { field: "log", value: filter.into(), limit })
 }
 
 /// Reason why a configuration is refused.

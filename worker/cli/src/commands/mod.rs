@@ -18,7 +18,7 @@ use clap::{ArgMatches, CommandFactory, Parser, Subcommand};
 use longshore_proto::Fault;
 use longshore_server::{
     config::{
-        ConfigError, check_variables,
+        ConfigError, check_variables, parse_log_filter,
         retired::{DURABILITY, Retired},
     },
     log,
@@ -99,7 +99,7 @@ pub struct Cli {
     #[arg(long, global = true, env = "LONGSHORE_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
     /// Messages to log on stderr, as in info or longshore_worker=debug
-    #[arg(long, global = true, env = "LONGSHORE_LOG", default_value = "warn", value_name = "FILTER", value_parser = log::parse_filter)]
+    #[arg(long, global = true, env = "LONGSHORE_LOG", default_value = "warn", value_name = "FILTER", value_parser = parse_log_filter)]
     log: Targets,
 }
 
