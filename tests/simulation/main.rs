@@ -216,7 +216,8 @@ impl Cluster {
         }
         let cluster = Arc::clone(self);
         self.sim.main(id, move || {
-            let run = || rank::run(&cluster, rank, world_size as u32, id);
+            let servers = cluster.listed();
+            let run = || rank::run(&cluster, &servers, (rank, world_size as u32), id);
             let Ok(ended) = catch_unwind(AssertUnwindSafe(run)) else {
                 return cluster.oracle.fail(format!("rank {rank} panics"));
             };
@@ -229,6 +230,8 @@ impl Cluster {
             // it did not hear of that.
             let reasons =
                 [cluster.newest(rank) != id, !lock(&cluster.operators).is_empty(), cluster.has_changed()];
+            let members = cluster.members();
+            let have_left = !servers.iter().any(|server| members.contains(server));
             let is_late = reasons.iter().filter(|of| **of).count() > 1 || cluster.world_size() != world_size;
             let may_end = cluster.sim.now() < *lock(&cluster.may_end);
             // A job may have servers of two tiers. One of them may lose a version together with a rank, and the other
@@ -237,7 +240,7 @@ impl Cluster {
             if ended.as_ref().is_err_and(is_beyond) && cluster.has_drives() {
                 cluster.is_beyond.store(true, Relaxed);
             } else if let Err(error) = ended.as_ref().map_err(|error| error.to_string())
-                && !(was_fenced || is_late || may_end)
+                && !(was_fenced || is_late || have_left || may_end)
             {
                 cluster.oracle.fail(format!("rank {rank} ended: {error}"));
             }

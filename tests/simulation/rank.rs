@@ -22,9 +22,14 @@ pub(crate) fn options(cluster: &Cluster, servers: Vec<String>, rank: Rank, world
     }
 }
 
-/// Trains to the last step, as one of `world_size` ranks.
-pub(crate) fn run(cluster: &Arc<Cluster>, rank: usize, world_size: u32, id: ProcessId) -> Result<()> {
-    let options = options(cluster, cluster.listed(), Rank(rank as u32), world_size);
+/// Trains to the last step, as one of `world_size` ranks, from the `servers` that the launcher names.
+pub(crate) fn run(
+    cluster: &Arc<Cluster>,
+    servers: &[String],
+    (rank, world_size): (usize, u32),
+    id: ProcessId,
+) -> Result<()> {
+    let options = options(cluster, servers.to_vec(), Rank(rank as u32), world_size);
     loop {
         match train(cluster, options.clone(), id) {
             Err(error @ Error::Outdated(_)) => cluster.outdated(rank, id, &error),

@@ -605,6 +605,10 @@ impl Server {
                 return Err(Refusal::CommitOwed { step, missing }.into());
             }
             let decided_by = commit.decided_by;
+            let change = commit.placement.clone();
+            if let Some(change) = change.as_ref().filter(|_| step == before.next_step()) {
+                instance.machine.placement().check(change, step)?;
+            }
             let work = match instance.machine.commit(incarnation, commit, origin) {
                 Err(Refusal::CommitIncomplete { .. }) if self.oracle.has(Plant::ReplicaUnawaited) => {
                     return Ok(true);
@@ -623,6 +627,9 @@ impl Server {
             let duplicate = instance.machine.version() == before;
             if !duplicate {
                 self.note(|| format!("{step} is decided by {decided_by}"));
+                if let Some(change) = change {
+                    self.note(|| format!("{step} changes the placement: {change:?}"));
+                }
                 self.acts(Rank(0), incarnation);
             }
             Ok(duplicate)

@@ -126,6 +126,14 @@ fn wrong_messages_are_refused_and_change_nothing() {
     };
     let opened = server.call(server.training.clone().open_job(newer));
     assert_fault(opened, Precondition, "protocol", "2", "at most 1");
+    // A server that has lost the job must not begin an empty part of it.
+    let lost = v1::OpenJobRequest {
+        spec: Some(other()),
+        placement: Some(placed.to_wire()),
+        is_there: true,
+        ..Default::default()
+    };
+    assert_fault(server.call(server.training.clone().open_job(lost)), NotFound, "job", "other", "open on this server");
     assert!(server.find("other").is_err(), "it was not opened");
     assert_fault(server.find(&"x".repeat(129)), Invalid, "job", "xxx", "1 to 128");
 

@@ -146,6 +146,12 @@ impl Services {
             let remedy = "open the job on other servers, and then add this one: `longshore scale --add`";
             return Err(Fault::new(FaultKind::Precondition, "placement.servers", "a witness", limit, remedy));
         }
+        if request.is_there
+            && let Err(fault) = self.jobs.get(spec.name.as_str())
+            && fault.kind == FaultKind::NotFound
+        {
+            return Err(fault);
+        }
         self.check_not_evicted(&spec.name).await?;
         let server = ServerId(request.server);
         // A witness fetches no shard, so it need not reach other servers.

@@ -65,7 +65,7 @@ impl Server {
             self.oracle.fail(format!("a witness gets {} shards", placement.held(server).len()));
         }
         let is_open = match &*self.instance() {
-            None if !lock(&self.disk).saved.is_empty() => return Err(self.absent()),
+            None if request.is_there || !lock(&self.disk).saved.is_empty() => return Err(self.absent()),
             None if !request.is_new => {
                 return Err(Fault::new(
                     FaultKind::Precondition,

@@ -372,8 +372,14 @@ impl Cluster {
     /// server is new. The caller has opened no lanes yet.
     pub(crate) async fn meet_members(&self) -> Result<bool> {
         let peers: Vec<Peer> = self.servers().map(|server| self.peers[server].clone()).collect();
-        let found = discover(self.job().as_str(), &peers, self.patience()).await.changed();
-        let Some(placement) = found else { return Ok(false) };
+        match discover(self.job().as_str(), &peers, self.patience()).await.changed() {
+            Some(placement) => self.meet_new(placement).await,
+            None => Ok(false),
+        }
+    }
+
+    /// Takes a placement, and connects with its new servers, as [`Cluster::meet_members`] does.
+    pub(crate) async fn meet_new(&self, placement: Placement) -> Result<bool> {
         let new = self.not_joined(&placement);
         // The placement comes first: only its members can be given up.
         self.set_placement(placement);
@@ -457,7 +463,9 @@ pub(super) async fn discover(job: &str, peers: &[Peer], (end, recovered): (Insta
     let mut backoff = Backoff::new();
     loop {
         let answers = join_all(peers.iter().map(|peer| seen(peer, job))).await;
-        let is_known = answers.iter().flatten().flatten().any(|seen| seen.changed && !seen.is_loading);
+        // A wish alone is no change of the placement.
+        let is_change = |seen: &Seen| seen.epoch > Epoch(1) || !seen.lost.is_empty();
+        let is_known = answers.iter().flatten().flatten().any(|seen| is_change(seen) && !seen.is_loading);
         let end =
             if answers.iter().any(|answer| answer.as_ref().is_err_and(recovers)) { recovered } else { end };
         let mut missing = answers.iter().position(Result::is_err).unwrap_or_default();

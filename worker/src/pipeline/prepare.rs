@@ -102,6 +102,7 @@ pub(super) async fn prepare(
             server: server.0,
             protocol: PROTOCOL,
             is_new,
+            is_there: !is_new,
             incarnation: cluster.incarnation.load(Relaxed),
         };
         // Slow: a server allocates and touches all of its memory before it answers.

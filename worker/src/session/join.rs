@@ -54,6 +54,8 @@ pub(super) async fn join(cluster: &Cluster, rank: &RankState, is_new: bool) -> R
             // it may join again.
             Err(Error::Outdated(outdated)) if Instant::now() < end => {
                 tracing::debug!(job = %cluster.job(), error = %outdated, "joining again");
+                // A change of servers is another reason. The next one may leave none of the servers known so far.
+                cluster.meet_members().await?;
             }
             Err(Error::StateLost(lost)) if is_new && Instant::now() < end => {
                 tracing::debug!(job = %cluster.job(), error = %lost, "opening the new job again");
@@ -254,42 +256,46 @@ pub(super) async fn leave(cluster: &Cluster, rank: &RankState) -> Result<()> {
 /// added servers since this process connected. So servers are fenced until no new one is found.
 pub(crate) async fn take_over(cluster: &Cluster, incarnation: Incarnation) -> Result<()> {
     let mut fenced = BTreeSet::new();
-    let progress = loop {
+    loop {
         let progress = cluster.on_all(|server| fence(cluster, server, incarnation)).await?;
         fenced.extend(progress.ids());
-        if !cluster.meet_members().await? {
-            break progress;
+        if cluster.meet_members().await? {
+            continue;
         }
-    };
-    let mut ended = complete_commit(cluster, &progress, incarnation).await;
-    if cluster.has_durable_later() {
-        ended = match ended {
-            // A server has lost the gradients with the decision, and the process that could send them again is gone.
-            Err(Error::Call(failed))
-                if matches!(failed.fault.kind, FaultKind::Precondition | FaultKind::Conflict) =>
-            {
-                withdraw(cluster, incarnation).await
-            }
-            // The server has other contributions by now. Completing the step with them would mix two gradients, each on
-            // some of the servers.
-            Err(Error::Outdated(_)) => withdraw(cluster, incarnation).await,
-            other => other,
-        };
+        let mut ended = complete_commit(cluster, &progress, incarnation).await;
+        if cluster.has_durable_later() {
+            ended = match ended {
+                // A server has lost the gradients with the decision, and the process that could send them again is
+                // gone.
+                Err(Error::Call(failed))
+                    if matches!(failed.fault.kind, FaultKind::Precondition | FaultKind::Conflict) =>
+                {
+                    withdraw(cluster, incarnation).await
+                }
+                // The server has other contributions by now. Completing the step with them would mix two gradients,
+                // each on some of the servers.
+                Err(Error::Outdated(_)) => withdraw(cluster, incarnation).await,
+                other => other,
+            };
+        }
+        ended?;
+        if complete_placement(cluster, &fenced, incarnation).await? {
+            return Ok(());
+        }
     }
-    ended?;
-    complete_placement(cluster, fenced, incarnation).await
 }
 
 /// Completes the move of an operator's command that died while it moved a job without ranks. The newest placement goes
 /// to all other servers of the same version. Servers that it removes get it too: ranks would wait there for rank 0.
+/// Returns false if servers of the newest placement are not fenced yet.
 async fn complete_placement(
     cluster: &Cluster,
-    fenced: BTreeSet<ServerId>,
+    fenced: &BTreeSet<ServerId>,
     incarnation: Incarnation,
-) -> Result<()> {
+) -> Result<bool> {
     let mut answers: Vec<_> =
         cluster.describe_all(false, cluster.options.deadline).await?.into_iter().collect();
-    for server in fenced.into_iter().filter(|&server| cluster.servers().all(|member| member != server)) {
+    for &server in fenced.iter().filter(|&&server| cluster.servers().all(|member| member != server)) {
         answers.extend(cluster.glance(server).await.ok().map(|answer| (server, answer)));
     }
     let of = |answer: &DescribeResponse| {
@@ -297,22 +303,27 @@ async fn complete_placement(
     };
     let newest = answers.iter().max_by_key(|(_, answer)| of(answer));
     let Some((newest, (version, epoch))) = newest.map(|(server, answer)| (*server, of(answer))) else {
-        return Ok(());
+        return Ok(true);
     };
     let is_behind = |answer: &DescribeResponse| of(answer).0 == version && of(answer).1 < epoch;
     let behind: Vec<ServerId> =
         answers.iter().filter(|(_, answer)| is_behind(answer)).map(|(server, _)| *server).collect();
-    if behind.is_empty() {
-        return Ok(());
+    if behind.is_empty() && epoch <= cluster.placement().epoch.0 {
+        return Ok(true);
     }
     let placement = cluster.placement_on(newest).await?;
+    // The command may have died before it reached the servers that the placement adds.
+    if !cluster.not_joined(&placement).is_empty() {
+        cluster.meet_new(placement).await?;
+        return Ok(false);
+    }
     for server in behind {
         tracing::info!(server = cluster.address(server), version, epoch, "completing a change of servers");
         let placed = place_on(cluster, server, incarnation, (Version(version), &placement));
         cluster.unless_lost(server, placed).await?;
     }
     cluster.set_placement(placement);
-    Ok(())
+    Ok(true)
 }
 
 /// Gives a server that takes part in the job another placement of its version.

@@ -87,7 +87,7 @@ pub(super) async fn open_but_for(
     cluster: &Cluster,
     is_expected: impl Fn(&Error) -> bool,
 ) -> Result<ByServer<JobProgress>> {
-    let answers = cluster.on_each(|server| open_on(cluster, server)).await;
+    let answers = cluster.on_each(|server| open_on(cluster, server, false)).await;
     let is_refused = |error: &Error| match error {
         Error::Call(failed) => {
             !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline) && !is_expected(error)
@@ -224,10 +224,16 @@ async fn open_if_there(cluster: &Cluster, server: ServerId) -> Result<Option<Job
             if !matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline) => {}
         Err(error) => return Err(error),
     }
-    Ok(open_on(cluster, server).await?.progress)
+    match open_on(cluster, server, true).await {
+        Ok(answer) => Ok(answer.progress),
+        Err(Error::StateLost(_)) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
-pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<OpenJobResponse> {
+/// Opens the job on a server. With `is_there`, a server that was restarted since and lacks the job does not begin an
+/// empty part: rank 0 gives up a server without the job, and waits for one that is loading.
+pub(super) async fn open_on(cluster: &Cluster, server: ServerId, is_there: bool) -> Result<OpenJobResponse> {
     // A job whose servers have changed may be in another tier than this rank was started with.
     let placement = cluster.placement();
     let has_moved = placement.epoch > Epoch(1);
@@ -238,6 +244,7 @@ pub(super) async fn open_on(cluster: &Cluster, server: ServerId) -> Result<OpenJ
         placement: Some(placement.to_wire()),
         server: server.0,
         protocol: PROTOCOL,
+        is_there,
         ..Default::default()
     };
     // Slow: a server allocates and touches all of its memory before it answers.

@@ -138,7 +138,7 @@ async fn missing_shards(
         let answer = match answer {
             // Before the first step, nothing is lost with the job.
             Err(Error::StateLost(_)) if !trained => {
-                open_on(cluster, server).await?;
+                open_on(cluster, server, false).await?;
                 cluster.describe(server, false, deadline).await?
             }
             other => other?,

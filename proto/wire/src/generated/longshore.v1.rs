@@ -1363,6 +1363,9 @@ pub struct OpenJobRequest {
     /// with is_new: rank 0's, which fences its earlier processes here. An earlier one than rank 0's here is refused; 0: not compared
     #[prost(uint64, tag = "7")]
     pub incarnation: u64,
+    /// the caller has seen the job here: a server that has lost it since refuses (NOT_FOUND), and begins nothing
+    #[prost(bool, tag = "8")]
+    pub is_there: bool,
     /// highest number whose fields the client sets: a server of a lower one refuses (PRECONDITION); 0 counts as 1
     #[prost(uint32, tag = "4")]
     pub protocol: u32,
