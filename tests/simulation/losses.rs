@@ -30,13 +30,15 @@ impl Cluster {
         servers.into_iter().enumerate().filter(move |(server, _)| !lost.contains(server))
     }
 
-    /// Returns the servers that a rank is started with. Most ranks get the job's present servers, some get its first
-    /// ones if all of those answer.
+    /// Returns the servers that a rank is started with. Most ranks get the job's present servers. Some get its first
+    /// ones, if all of those answer and one still has the job.
     pub(crate) fn listed(&self) -> Vec<String> {
         let first = &self.oracle.placement.servers;
         let servers = lock(&self.servers).clone();
         let answer = servers.iter().take(first.len()).all(|of| !self.sim.is_dead(of.process));
-        if self.has_replicas() && answer && self.sim.one_in(4) { first.clone() } else { self.members() }
+        let members = self.members();
+        let has_job = first.iter().any(|of| members.contains(of));
+        if self.has_replicas() && answer && has_job && self.sim.one_in(4) { first.clone() } else { members }
     }
 
     /// Returns true if the job has exactly the servers of the newest wish, and each shard has two holders. With a

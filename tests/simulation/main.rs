@@ -210,6 +210,7 @@ impl Cluster {
         }
         let id = self.sim.process(&format!("rank {rank}.{count}"), self.skew());
         let world_size = self.world_size();
+        self.sim.note(id, || format!("starts as one of {world_size} ranks"));
         lock(&self.ranks)[rank].push(Process { id, world_size, began, ended: None, was_fenced: false });
         for address in self.addresses.iter().filter(|_| rank == 0) {
             self.sim.network.change(id, address, |weather| weather.delay = self.plan.slow);
