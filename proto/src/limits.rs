@@ -154,6 +154,11 @@ pub const MAX_SERVERS: usize = 4096;
 pub const MAX_ELEMENTS: u64 = 1 << 44;
 /// Largest number of shards of one job. The limit bounds per-shard bookkeeping before any allocation.
 pub const MAX_SHARDS: u64 = 1 << 20;
+/// Largest number of handovers in flight that a plan makes. A version's record names each in about 60 bytes.
+pub const MAX_MOVING_SHARDS: usize = 4096;
+/// Largest number of shards of a server with tier `nvme` that gains shards while no rank is connected. The server
+/// writes no new table of checksums then, and the version's record has about 120 bytes for each fetched shard.
+pub const MAX_FETCHED_SHARDS: usize = 12_000;
 /// Largest resume data that a trainer may attach to a commit: random states and loader positions, not tensors.
 pub const MAX_TRAINER_STATE_BYTES: usize = 1024 * 1024;
 pub const MAX_PAUSE_REASON_BYTES: usize = 4096;

@@ -17,7 +17,8 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use futures_util::future::join_all;
 use longshore_proto::{
     Epoch, Fault, FaultKind, Handover, Incarnation, Placement, PlacementChange, ServerId, Step, TierKind,
-    Version, limits::DEFAULT_MAX_EXPOSED,
+    Version,
+    limits::{DEFAULT_MAX_EXPOSED, MAX_FETCHED_SHARDS},
 };
 
 use super::{
@@ -60,7 +61,8 @@ pub fn move_idle(
         let give_up_all = async |opened: Vec<Added>| {
             join_all(opened.iter().map(|added| give_up(cluster, added, incarnation.0))).await;
         };
-        let prepared = prepare(Arc::clone(cluster), placement, wanted, asked_micros, DEFAULT_MAX_EXPOSED);
+        let (cluster_of, exposed) = (Arc::clone(cluster), DEFAULT_MAX_EXPOSED);
+        let prepared = prepare(cluster_of, placement, wanted, asked_micros, exposed, MAX_FETCHED_SHARDS);
         let mut plan = match prepared.await {
             Ok(plan) => plan,
             Err(Unprepared { error, opened }) => {

@@ -15,7 +15,8 @@ use std::{
 use futures_util::future::join_all;
 use longshore_proto::{
     Epoch, Fault, FaultKind, NO_SERVER, Placement, PlacementChange, ServerId, ShardId, Step, TierKind,
-    Version, limits::DEFAULT_MAX_EXPOSED,
+    Version,
+    limits::{DEFAULT_MAX_EXPOSED, MAX_MOVING_SHARDS},
 };
 use longshore_wire::v1::{DescribeResponse, Wanted};
 use tokio::sync::watch;
@@ -91,6 +92,10 @@ impl Plan {
         let may_move = |&of: &(ShardId, ServerId)| {
             placement.check(&PlacementChange { moves: vec![of], ..none.clone() }, step).is_ok()
         };
+        // An empty change drops the handovers that are over.
+        let mut then = placement.clone();
+        then.apply(&none, step, 0);
+        let mut left_in_all = MAX_MOVING_SHARDS.saturating_sub(then.handovers.len());
         let mut room: BTreeMap<ServerId, usize> =
             destinations.iter().map(|&server| (server, self.pace.shards)).collect();
         let moving: BTreeSet<ShardId> = self.moves.iter().map(|(shard, _)| *shard).collect();
@@ -105,10 +110,11 @@ impl Plan {
             all.retain(|of| {
                 let left = room.get_mut(&of.1).filter(|left| **left > 0);
                 // Room is looked at first, since this is cheap: full checks of 16,700 shards took a second.
-                if left.is_none() && of.1 != NO_SERVER || !may(of) {
+                if left_in_all == 0 || left.is_none() && of.1 != NO_SERVER || !may(of) {
                     return true;
                 }
                 left.into_iter().for_each(|left| *left -= 1);
+                left_in_all -= 1;
                 taken.push(*of);
                 false
             });
@@ -119,7 +125,7 @@ impl Plan {
         PlacementChange { moves, replicas, ..PlacementChange::default() }
     }
 
-    /// Takes all moves that may be made at a version.
+    /// Takes the moves that may be made at a version, at most [`MAX_MOVING_SHARDS`].
     pub(super) fn all(&mut self, placement: &Placement, version: Step) -> PlacementChange {
         self.pace.shards = usize::MAX;
         let to = self.moves.iter().chain(&self.replicas).map(|(_, to)| *to);
@@ -318,7 +324,7 @@ impl Moves {
             unused.retain(|added| !servers.contains(&added.peer.address));
             self.preparing = Some(self.cluster.runtime.spawn_joined(async move {
                 join_all(unused.iter().map(|added| give_up(&cluster, added, incarnation))).await;
-                prepare(cluster, placement, (servers, tier), asked_micros, max_exposed).await
+                prepare(cluster, placement, (servers, tier), asked_micros, max_exposed, usize::MAX).await
             }));
         }
     }
@@ -480,6 +486,25 @@ mod tests {
         assert_eq!(paced(0.01, 1.0, |_| 0.04, 4), [2, 1, 1, 1]);
         let halved = paced(0.5, 1.0, |shards| (shards as f64 / 6.0 - 1.0).max(0.0), 8);
         assert_eq!(halved, [2, 4, 8, 16, 8, 8, 8, 8]);
+    }
+
+    #[test]
+    fn a_placement_names_a_bounded_number_of_moves_in_flight() {
+        let mut placement = Placement::striped(vec!["a".into(), "b".into()], 20_000);
+        let moves: VecDeque<_> =
+            placement.owned(ServerId(0)).into_iter().map(|of| (of, ServerId(1))).collect();
+        let (pace, since) = (Pace::new(DEFAULT_MAX_EXPOSED), placement.epoch);
+        let mut plan =
+            Plan { asked: 1, since, wanted: vec![], added: vec![], moves, replicas: VecDeque::new(), pace };
+        let moved: Vec<usize> = (1..13)
+            .map(|step| {
+                let change = plan.all(&placement, Step(step));
+                let change = PlacementChange { epoch: Epoch(placement.epoch.0 + 1), ..change };
+                placement.apply(&change, Step(step), 0);
+                change.moves.len()
+            })
+            .collect();
+        assert_eq!(moved, [4096, 0, 0, 0, 4096, 0, 0, 0, 1808, 0, 0, 0]);
     }
 
     #[test]

@@ -9,7 +9,9 @@ use std::{
 };
 
 use futures_util::future::{join_all, try_join_all};
-use longshore_proto::{Fault, FaultKind, JobSpec, Placement, ServerId, TierKind, Version, limits::PROTOCOL};
+use longshore_proto::{
+    Fault, FaultKind, JobSpec, Placement, ServerId, ShardId, TierKind, Version, limits::PROTOCOL,
+};
 use longshore_wire::{
     Wire, fault_from_status,
     v1::{
@@ -70,13 +72,28 @@ pub fn wanted_tier(
     }
 }
 
-/// Opens the job on servers that it is not on yet, and plans the moves.
+/// Refuses a target that gives a server on drives more than `most` shards.
+fn check_gains(target: &Placement, moves: &[(ShardId, ServerId)], most: usize) -> Result<(), Fault> {
+    let gaining: BTreeSet<ServerId> = moves.iter().map(|(_, to)| *to).collect();
+    let of = |server: &ServerId| (*server, target.held(*server).len());
+    let Some((server, shards)) = gaining.iter().map(of).find(|(_, shards)| *shards > most) else {
+        return Ok(());
+    };
+    let value = format!("{shards} of server {}", target.servers[server.0 as usize]);
+    let limit = format!("at most {most}, on drives and without ranks");
+    let remedy = "start the job's ranks: each step moves a part; or name more servers";
+    Err(Fault::new(FaultKind::Precondition, "shards", value, limit, remedy))
+}
+
+/// Opens the job on servers that it is not on yet, and plans the moves. `most` is the largest number of shards of a
+/// server on drives that gains shards.
 pub(super) async fn prepare(
     cluster: Arc<Cluster>,
     placement: Arc<Placement>,
     (wanted, tier): (Vec<String>, Option<TierKind>),
     asked: u64,
     max_exposed: f64,
+    most: usize,
 ) -> Result<Plan, Unprepared> {
     let mut spec = cluster.spec().clone();
     let known =
@@ -139,6 +156,9 @@ pub(super) async fn prepare(
     let room = rooms.into_iter().filter_map(|(server, of)| Some((server, of.shard_room? as usize))).collect();
     let Moved { moves, replicas, placement: mut target } =
         plan_moves(&placement, &cluster.layout, &holders, &addresses, &room);
+    if spec.tier == TierKind::Nvme {
+        check_gains(&target, &moves, most)?;
+    }
     target.epoch.0 += 1;
     let (target, spec) = (&target, &spec);
     let gets = |server: ServerId| moves.iter().chain(&replicas).any(|(_, to)| *to == server);
@@ -227,4 +247,18 @@ async fn ask<T>(
         fault,
     };
     Ok(answer.map_err(failed)?.into_inner())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_on_drives_gains_no_more_shards_than_its_record_can_name() {
+        let target = Placement::striped(vec!["a:1".into(), "b:1".into()], 10);
+        let moves = [(ShardId(1), ServerId(1))];
+        let refused = check_gains(&target, &moves, 4).unwrap_err();
+        assert_eq!((&*refused.field, &*refused.value), ("shards", "5 of server b:1"));
+        assert_eq!((check_gains(&target, &moves, 5), check_gains(&target, &[], 4)), (Ok(()), Ok(())));
+    }
 }

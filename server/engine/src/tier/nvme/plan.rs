@@ -412,18 +412,32 @@ impl Slots {
 
 #[cfg(test)]
 mod tests {
-    use longshore_proto::{JobName, Param};
+    use longshore_proto::{
+        Handover, JobName, Param, Placement, ServerId, Step,
+        limits::{MAX_FETCHED_SHARDS, MAX_MOVING_SHARDS},
+    };
 
     use super::{super::super::folder::FORMAT_VERSION, *};
 
     #[test]
-    fn a_record_has_room_for_a_move_of_58_billion_parameters() {
+    fn a_record_has_room_for_the_largest_move_without_ranks() {
         let digest = Digest(u64::MAX);
         let apart =
             |owned| Apart { owned, slot: Some(1), checksums: digest, images: vec![(1, digest), (2, digest)] };
-        let all: Vec<Apart> = (0..14_000).map(apart).collect();
+        let all: Vec<Apart> = (0..MAX_FETCHED_SHARDS).map(apart).collect();
+        let handover = |shard| Handover {
+            shard: ShardId(shard),
+            from_step: Step(99_999_999),
+            before: ServerId(999),
+            is_replica: false,
+        };
+        let handovers = (10_000..).take(MAX_MOVING_SHARDS).map(handover).collect();
+        let placement = Placement {
+            handovers,
+            ..Placement::striped(vec!["host:7070".into(); 99], 2 * MAX_FETCHED_SHARDS as u32)
+        };
         // The rest is for the largest trainer state and param groups.
-        assert!(serde_json::to_vec(&all).unwrap().len() < RECORD_BYTES - 2_400_000);
+        assert!(serde_json::to_vec(&(all, placement)).unwrap().len() < RECORD_BYTES - 2_400_000);
     }
 
     #[test]
