@@ -4,9 +4,12 @@
 use std::{
     collections::VecDeque,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, MutexGuard, TryLockError, mpsc},
+    sync::{
+        Arc, Mutex, MutexGuard, TryLockError,
+        mpsc::{self, RecvTimeoutError},
+    },
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use longshore_engine::{job::Job, step::Work};
@@ -19,6 +22,9 @@ use crate::lock::lock;
 /// Works of a job with at most this many elements, all in memory, run on the thread that brings them. A block's update
 /// takes 60 us. The wake-ups that hand the work over and bring its answer back take about as long.
 const SMALL_ELEMENTS: u64 = 2 * BLOCK_ELEMENTS;
+
+/// Time without a task after which the compute thread looks for a silent drive.
+const LOOK: Duration = Duration::from_secs(10);
 
 /// Message to the compute thread.
 enum Task {
@@ -89,12 +95,19 @@ impl Turn {
     /// Body of the compute thread. The thread ends with the job's last user, or with its first failure.
     fn serve(&self, inbox: &mpsc::Receiver<Task>) -> Result<(), Fault> {
         self.job.compute().pool().adopt_caller();
-        while let Ok(task) = inbox.recv() {
+        loop {
+            let task = match inbox.recv_timeout(LOOK) {
+                Ok(task) => task,
+                Err(RecvTimeoutError::Timeout) => {
+                    self.job.check_drives(Instant::now())?;
+                    continue;
+                }
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            };
             let mut works = lock(&self.works);
             let mut first = Some(task);
             self.perform_all(&mut works, || first.take().or_else(|| inbox.try_recv().ok()))?;
         }
-        Ok(())
     }
 
     /// Performs works in order of arrival until there are none. Follow-up work queues behind waiting work, so a delayed

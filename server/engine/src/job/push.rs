@@ -5,6 +5,7 @@ use std::{
     io,
     ops::Range,
     sync::{Arc, atomic::Ordering},
+    time::Instant,
 };
 
 use longshore_proto::{
@@ -276,6 +277,16 @@ impl Job {
             let (job, left) = (Arc::clone(self), start..start + chunk.bytes as usize);
             Admission::New(Writing { job, ticket, left, sum: Crc32::new(), staged, finished: false })
         }))
+    }
+
+    /// Fails the job if the drives of its gradients have owed answers for too long. Pushes may fill all buffers before
+    /// any update waits for a gradient.
+    ///
+    /// # Errors
+    /// `Deadline`, which ends the job on this server.
+    pub fn check_drives(&self, now: Instant) -> Result<(), Fault> {
+        let Some(spilled) = &self.gradients.spilled else { return Ok(()) };
+        spilled.check(now).map_err(|fault| self.protocol.fail(fault))
     }
 
     /// Counts a chunk whose write to the drives has ended, if there is one. Called by the compute thread, as

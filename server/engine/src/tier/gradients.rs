@@ -3,7 +3,7 @@
 use std::{
     ops::Range,
     sync::mpsc::{self, Receiver, RecvTimeoutError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use longshore_proto::{Fault, FaultKind, JobSpec, Layout, ShardId};
@@ -46,6 +46,9 @@ pub type Moved = Box<dyn FnOnce(Region, Result<(), Fault>) + Send>;
 pub trait GradientStore: Send + Sync {
     /// Starts moving a buffer's first bytes to or from `within` a gradient.
     fn start(&self, direction: Direction, id: GradientId, within: Range<usize>, buffer: Region, done: Moved);
+
+    /// Returns the fault of a drive that has owed answers for too long.
+    fn check(&self, now: Instant) -> Result<(), Fault>;
 
     /// Reserves space for a shard that shall come to this server.
     fn make_room(&self, owned: OwnedShard) -> Result<(), Fault>;
@@ -113,6 +116,10 @@ mod tests {
     impl GradientStore for Silent {
         fn start(&self, _: Direction, _: GradientId, _: Range<usize>, _: Region, done: Moved) {
             crate::lock(&self.0).push(done);
+        }
+
+        fn check(&self, _: Instant) -> Result<(), Fault> {
+            Ok(())
         }
 
         fn make_room(&self, _: OwnedShard) -> Result<(), Fault> {

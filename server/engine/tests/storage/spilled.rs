@@ -1,7 +1,11 @@
 //! Gradients on the drives: memory does not grow with the model. Every gradient that is used has the bits that were
 //! sent.
 
-use std::io::ErrorKind;
+use std::{
+    io::ErrorKind,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use longshore_engine::{step::Admission, tier::Spill};
 use longshore_proto::{FaultKind, ShardId};
@@ -95,6 +99,24 @@ fn a_gradient_that_cannot_be_written_is_the_end_of_the_job_here() {
         drop(cluster);
         assert_eq!(check(&open(&spec, &dirs.storage).unwrap(), &references(&spec, 1)), 1);
     }
+}
+
+#[test]
+fn a_drive_that_answers_no_push_is_the_end_of_the_job_here() {
+    let spec = small(0);
+    let disks = Disks::default();
+    let dirs = on(&disks, Spill::All);
+    let cluster = started(&spec, &dirs.storage);
+    let job = &cluster.jobs[0];
+    let (flats, _) = step_of(&spec, 1);
+    let (chunk, payload) = cluster.chunks(1, 0, 0, &flats[0]).remove(0);
+    disks.slow_writes(Path::new("/"), Duration::from_secs(2));
+    store(job, &chunk, payload).unwrap();
+    job.check_drives(Instant::now()).unwrap();
+    let fault = job.check_drives(Instant::now() + Duration::from_secs(180)).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Deadline, "{fault}");
+    assert!(fault.value.contains("server-0-of-1/gradients (silent for 180 s"), "{fault}");
+    assert_eq!(store(job, &chunk, payload).unwrap_err(), fault);
 }
 
 #[test]

@@ -4,6 +4,7 @@
 use std::{
     collections::VecDeque,
     sync::{Arc, Mutex, OnceLock},
+    time::Instant,
 };
 
 use longshore_proto::{
@@ -147,6 +148,10 @@ impl SpilledGradients {
 
     pub(super) fn files(&self) -> &dyn GradientStore {
         &*self.files
+    }
+
+    pub(in crate::job) fn check(&self, now: Instant) -> Result<(), Fault> {
+        self.files.check(now)
     }
 
     pub(super) fn written_bytes(&self) -> u64 {

@@ -1,8 +1,14 @@
-//! Debts of the drives: requests without an answer, and the time since the last answer. The pager keeps them under its
-//! lock.
+//! Debts of the drives: requests without an answer, and the time since the last answer. The pager and the gradient
+//! files keep their own, each under a lock.
 
-use std::time::{Duration, Instant};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
+use longshore_proto::{Fault, FaultKind};
+
+use super::super::fault::FIELD;
 use crate::io::SILENCE;
 
 /// Debts of each drive.
@@ -22,6 +28,15 @@ pub(super) struct Silent {
     pub(super) drive: usize,
     pub(super) requests: usize,
     pub(super) seconds: u64,
+}
+
+impl Silent {
+    pub(super) fn fault(&self, path: &Path) -> Fault {
+        let path = path.display();
+        let value = format!("{path} (silent for {} s, owing {} answers)", self.seconds, self.requests);
+        let remedy = "see the kernel's log for the device";
+        Fault::new(FaultKind::Deadline, FIELD, value, "answering", remedy)
+    }
 }
 
 impl Debts {

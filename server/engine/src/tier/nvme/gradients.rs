@@ -6,9 +6,10 @@ use std::{
     ops::Range,
     path::PathBuf,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
+    time::Instant,
 };
 
 use longshore_proto::{Fault, JobSpec, Layout, Rank, ShardId};
@@ -18,9 +19,11 @@ use super::super::{
     gradients::{GradientId, GradientStore, Kind, Moved, gradient_bytes},
     storage::Inputs,
 };
+use super::debts::Debts;
 use crate::{
     ids::OwnedShard,
     io::{Direction, Disk, Part, Request},
+    lock,
     memory::Region,
 };
 
@@ -35,6 +38,7 @@ const GRADIENT_FILE: &str = "gradients";
 pub(in crate::tier) struct GradientFiles {
     plan: GradientPlan,
     disks: Vec<Arc<dyn Disk>>,
+    debts: Arc<Mutex<Debts>>,
     slots: u64,
     written: AtomicU64,
 }
@@ -125,9 +129,10 @@ impl GradientFiles {
             Ok(disk)
         };
         let used = folders.iter().zip(&plan.files).filter(|(_, bytes)| **bytes > 0);
-        let disks = used.map(create).collect::<Result<_, Fault>>()?;
-        let files =
-            GradientFiles { plan, disks, slots: spec.gradient_slots() as u64, written: AtomicU64::new(0) };
+        let disks = used.map(create).collect::<Result<Vec<_>, Fault>>()?;
+        let debts = Arc::new(Mutex::new(Debts::new(disks.len())));
+        let (slots, written) = (spec.gradient_slots() as u64, AtomicU64::new(0));
+        let files = GradientFiles { plan, disks, debts, slots, written };
         held.iter().try_for_each(|shard| files.make_room(OwnedShard(shard.index())))?;
         Ok(files)
     }
@@ -144,7 +149,8 @@ impl GradientFiles {
 
 impl GradientStore for GradientFiles {
     fn start(&self, direction: Direction, id: GradientId, within: Range<usize>, buffer: Region, done: Moved) {
-        let disk = &self.disks[self.plan.shards[id.owned.index()].file];
+        let file = self.plan.shards[id.owned.index()].file;
+        let disk = &self.disks[file];
         let doing = match direction {
             Direction::Read => "read gradients",
             Direction::Write => {
@@ -154,12 +160,22 @@ impl GradientStore for GradientFiles {
         };
         let path = disk.path().to_path_buf();
         let offset = self.plan.offset(id) + within.start as u64;
+        lock(&self.debts).asked(file, Instant::now());
+        let debts = Arc::clone(&self.debts);
         disk.submit(Request {
             direction,
             parts: vec![Part { offset, range: 0..within.len() }],
             buffer,
-            done: Box::new(move |buffer, result| done(buffer, result.map_err(io(doing, &path)))),
+            done: Box::new(move |buffer, result| {
+                lock(&debts).answered(file, Instant::now());
+                done(buffer, result.map_err(io(doing, &path)));
+            }),
         });
+    }
+
+    fn check(&self, now: Instant) -> Result<(), Fault> {
+        let silent = lock(&self.debts).silent(now);
+        silent.map_or(Ok(()), |silent| Err(silent.fault(self.disks[silent.drive].path())))
     }
 
     fn make_room(&self, owned: OwnedShard) -> Result<(), Fault> {

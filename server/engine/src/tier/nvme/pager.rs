@@ -12,12 +12,12 @@ use std::{
     time::Instant,
 };
 
-use longshore_proto::{Fault, FaultKind, ServerId, Version};
+use longshore_proto::{Fault, ServerId, Version};
 
 use super::{
     super::{
         contract::Taken,
-        fault::{FIELD, internal, io},
+        fault::{internal, io},
     },
     debts::Debts,
     plan::{Apart, IMAGE_SLOTS, STATE_SLOTS, Slots, StorePlan},
@@ -192,11 +192,7 @@ impl ShardPager {
     /// Fails the store where a drive owes an answer for too long.
     fn look(&self, state: &mut PagerState) {
         let Some(silent) = state.debts.silent(Instant::now()) else { return };
-        let path = self.disks[silent.drive].path().display();
-        let value = format!("{path} (silent for {} s, owing {} answers)", silent.seconds, silent.requests);
-        let remedy = "see the kernel's log for the device";
-        let fault = Fault::new(FaultKind::Deadline, FIELD, value, "answering", remedy);
-        state.failed.get_or_insert(fault);
+        state.failed.get_or_insert(silent.fault(self.disks[silent.drive].path()));
     }
 
     /// Waits until `done` returns true. An earlier failure ends the wait.
