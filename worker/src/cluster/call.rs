@@ -55,7 +55,8 @@ impl Cluster {
         self.call_for(server, call, step, (deadline, recovery), request).await
     }
 
-    pub(super) async fn call_for<T, F, Answer>(
+    /// Acts as [`Cluster::call`]. `patience` has the deadline of the answer, and the deadline of the server's recovery.
+    pub(crate) async fn call_for<T, F, Answer>(
         &self,
         server: ServerId,
         call: &'static str,
@@ -67,7 +68,6 @@ impl Cluster {
         F: Fn(Peer) -> Answer,
         Answer: Future<Output = Result<Response<T>, Status>>,
     {
-        // `deadline` bounds the answer, `recovery` the server's recovery of the job.
         let (deadline, recovery) = patience;
         let (mut end, mut give_up) = (Instant::now() + deadline, None);
         let recovered = Instant::now() + recovery;

@@ -73,11 +73,8 @@ pub(super) async fn checkpoint_numbered(cluster: &Cluster, author: Author, name:
 pub(super) async fn checkpoint(cluster: &Cluster, author: Author, name: &str) -> Result<Checkpoint> {
     let name = JobName::parse("checkpoint.name", name)?;
     let written = write_and_seal(cluster, author, name.as_str()).await;
-    match &written {
-        // A server that cannot be reached for the checkpoint cannot be reached to discard its part either.
-        Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable => {}
-        Err(Error::Call(_) | Error::TimedOut(_)) => discard(cluster, author, name.as_str()).await,
-        _ => {}
+    if let Err(Error::Call(_) | Error::TimedOut(_)) = &written {
+        discard(cluster, author, name.as_str()).await;
     }
     written
 }
@@ -159,19 +156,22 @@ async fn seal(
     cluster.on_each(seal).await.into_vec().into_iter().collect()
 }
 
-/// Frees the room of written parts, since some part is missing. If that fails, servers free the room once two later
-/// checkpoints are sealed.
+/// Frees the room of written parts, since some part is missing. A server that does not answer keeps its part until two
+/// later checkpoints are sealed. A server that recovers the job is not waited for.
 async fn discard(cluster: &Cluster, author: Author, name: &str) {
     let request = DiscardCheckpointRequest { job: cluster.job().to_string(), name: name.to_string() };
     let discard = |server| {
-        let request = &request;
-        cluster.call(server, "DiscardCheckpoint", None, cluster.options.deadline, move |peer| {
+        let (request, patience) = (&request, (cluster.options.deadline, Duration::ZERO));
+        cluster.call_for(server, "DiscardCheckpoint", None, patience, move |peer| {
             let request = author.sign(request.clone());
             async move { peer.admin().discard_checkpoint(request).await }
         })
     };
-    for error in cluster.on_each(discard).await.into_vec().into_iter().filter_map(Result::err) {
-        tracing::debug!(job = %cluster.job(), name, %error, "an unsealed part was not removed");
+    for (server, discarded) in cluster.on_each(discard).await {
+        if let Err(error) = discarded {
+            let server = cluster.address(server);
+            tracing::warn!(job = %cluster.job(), name, server, %error, "a part without a manifest may remain on this server");
+        }
     }
 }
 

@@ -12,9 +12,12 @@ use std::{
 };
 
 use longshore_proto::{Dtype, FaultKind, ServerId, Version, fault::ORIGIN};
-use longshore_wire::v1::{DescribeResponse, JobProgress, OpenJobResponse, Phase, ResumeResponse};
+use longshore_wire::{
+    Author,
+    v1::{DescribeResponse, JobProgress, OpenJobResponse, Phase, ResumeResponse},
+};
 
-use super::{Session, export, join, resume};
+use super::{Session, checkpoints, export, join, resume};
 use crate::{
     cluster::fake_for_tests::{Answer, DEADLINE, Says, cluster, says, start},
     error::{Error, Result},
@@ -185,4 +188,22 @@ fn a_rank_that_opens_a_job_says_how_long_it_waits_at_most() {
         said.contains("still waiting for the job on all servers") && said.contains("of at most 1800 s"),
         "{said}"
     );
+}
+
+#[test]
+fn a_failed_checkpoint_is_discarded_on_the_servers_that_answer() {
+    let discarded = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&discarded);
+    let whole = says(move |call| {
+        seen.fetch_or(call == "DiscardCheckpoint", Relaxed);
+        Answer::described(1)
+    });
+    let silent = says(|call| match call {
+        "Describe" => Answer::described(1),
+        _ => Answer::fault(FaultKind::Unavailable, "server"),
+    });
+    let (cluster, _runtime) = cluster(vec![whole, silent]);
+    let written = cluster.runtime.block_on(checkpoints::checkpoint(&cluster, Author::Unknown, "step"));
+    assert!(matches!(written, Err(Error::Call(failed)) if failed.fault.kind == FaultKind::Unavailable));
+    assert!(discarded.load(Relaxed));
 }
