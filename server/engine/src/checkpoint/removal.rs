@@ -49,7 +49,7 @@ impl Store {
         let folder = self.folder(job, name)?;
         let part = folder.join(Part::file_name(server, servers));
         // Another server may seal the checkpoint now. Or it discards its own part, which can take a while on a disk.
-        let _lock = lock(&folder);
+        let _lock = lock(&folder)?;
         if !self.writers.leave(&part, author) {
             return Ok(());
         }

@@ -5,6 +5,9 @@ use std::{
     fs::{self, File},
     io::ErrorKind,
     path::{Path, PathBuf},
+    sync::mpsc,
+    thread,
+    time::Duration,
 };
 
 use longshore_proto::{
@@ -41,7 +44,7 @@ impl Store {
     /// writes the manifest. Sealing again with the same parts is no error. So a client may retry when a reply
     /// was lost, and servers that share the folder may all seal.
     pub fn seal(&self, job: &JobName, name: &str, parts: &[String]) -> Result<Sealed, Fault> {
-        let _lock = lock(&self.folder(job, name)?);
+        let _lock = lock(&self.folder(job, name)?)?;
         self.seal_locked(job, name, parts)
     }
 
@@ -85,7 +88,7 @@ impl Store {
     /// Returns false if some are missing, as with a folder for each host.
     pub fn seal_if_whole(&self, job: &JobName, name: &str, servers: u32) -> Result<bool, Fault> {
         let folder = self.folder(job, name)?;
-        let _lock = lock(&folder);
+        let _lock = lock(&folder)?;
         if folder.join(manifest::FILE).exists() {
             // The checkpoint is sealed, but its parts may lie in other folders, or be gone.
             return Ok((0..servers).all(|server| folder.join(Part::file_name(server, servers)).exists()));
@@ -118,11 +121,34 @@ pub(super) fn is_entry(path: &Path) -> bool {
     path.to_str().is_some_and(|path| path.ends_with(".part.json"))
 }
 
+/// Longest wait for a folder's lock. All servers that share a folder seal one after the other.
+const LOCK_PATIENCE: Duration = Duration::from_secs(600);
+
 /// Locks a checkpoint's parts against removal during the seal. Waits while others seal or remove parts. Returns None
 /// where the file system has no locks; nothing protects the parts then.
-pub(super) fn lock(folder: &Path) -> Option<File> {
-    let folder = File::open(folder).ok()?;
-    flock(&folder, FlockOperation::LockExclusive).ok().map(|()| folder)
+///
+/// # Errors
+/// `Deadline` if the folder's file system is silent, or another process keeps the lock.
+pub(super) fn lock(folder: &Path) -> Result<Option<File>, Fault> {
+    lock_within(LOCK_PATIENCE, folder)
+}
+
+fn lock_within(patience: Duration, folder: &Path) -> Result<Option<File>, Fault> {
+    let (sender, receiver) = mpsc::channel();
+    let path = folder.to_path_buf();
+    // A call to a network file system without its server cannot be interrupted, so a thread goes on waiting.
+    let wait = move || {
+        let opened = File::open(path).ok();
+        let locked = opened.filter(|folder| flock(folder, FlockOperation::LockExclusive).is_ok());
+        let _ = sender.send(locked);
+    };
+    thread::Builder::new().name("folder-lock".to_string()).spawn(wait).map_err(io("lock", folder))?;
+    receiver.recv_timeout(patience).map_err(|_| {
+        let limit = format!("locked within {} s", patience.as_secs());
+        let remedy =
+            "see with `lslocks` which process keeps the folder's lock, and that its file system answers";
+        Fault::new(FaultKind::Deadline, FIELD, folder.display(), limit, remedy)
+    })
 }
 
 /// Locks as `lock` does, without a wait. Returns None while another server has the lock, and `Some(None)` where no lock
@@ -279,4 +305,20 @@ fn hash_of(
         }
     }
     Ok(Some(state_hash(manifest.version, manifest.applied, &hashes)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_for_a_folder_that_another_process_keeps_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let kept = lock(folder.path()).unwrap();
+        let fault = lock_within(Duration::ZERO, folder.path()).unwrap_err();
+        assert_eq!((fault.kind, fault.value), (FaultKind::Deadline, folder.path().display().to_string()));
+        drop(kept);
+        assert!(lock(folder.path()).unwrap().is_some());
+        assert!(lock(&folder.path().join("missing")).unwrap().is_none());
+    }
 }

@@ -75,7 +75,7 @@ impl Store {
         if turn.end() {
             return written;
         }
-        let _lock = lock(&folder);
+        let _lock = lock(&folder)?;
         if !remove_part(&folder, &target)? {
             return written;
         }
