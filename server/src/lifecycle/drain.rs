@@ -84,7 +84,7 @@ impl Server {
             // No client seals the checkpoint, so the last server of a shared folder does: it finds all parts.
             let sealed = store.seal_if_whole(job, &name, servers)?;
             if sealed {
-                store.prune(job, keep, &name)?;
+                store.prune(job, keep, &name);
             }
             tracing::info!(%job, %version, name, sealed, servers, "checkpoint written on drain");
             Ok(())

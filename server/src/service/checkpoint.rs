@@ -58,7 +58,7 @@ impl Services {
         let sealed = blocking(move || {
             let _turn = turn;
             let sealed = store.seal(&job, name.as_str(), &parts)?;
-            store.prune(&job, keep, name.as_str())?;
+            store.prune(&job, keep, name.as_str());
             Ok(sealed)
         });
         let sealed = sealed.await;

@@ -19,21 +19,27 @@ const REMOVED: &str = ".removed-";
 impl Store {
     /// Removes the checkpoints that were sealed first, beyond `keep` (None keeps all), and returns their names. The
     /// caller has just sealed `sealed`, which stays: other servers that share the folder may be about to seal it too.
-    /// Damaged checkpoints are neither counted nor removed. Unsealed ones stay, since a server may be writing them.
-    pub fn prune(&self, job: &JobName, keep: Option<usize>, sealed: &str) -> Result<Vec<String>, Fault> {
-        let Some(keep) = keep else { return Ok(Vec::new()) };
-        let mut others = self.list(job)?;
+    /// Damaged checkpoints are neither counted nor removed. Unsealed ones stay, since a server may be writing them. A
+    /// failure is a warning, since `sealed` is whole.
+    pub fn prune(&self, job: &JobName, keep: Option<usize>, sealed: &str) -> Vec<String> {
+        let Some(keep) = keep else { return Vec::new() };
+        let folder = self.dir().join(job.as_str());
+        let warn = |folder: &Path, fault: &Fault| {
+            tracing::warn!(%job, folder = %folder.display(), %fault, "an old checkpoint may remain; the next one tries again");
+        };
+        let listed = self.list(job).inspect_err(|fault| warn(&folder, fault));
+        let mut others = listed.unwrap_or_default();
         others.retain(|listed| listed.damage.is_none() && listed.name != sealed);
         let excess = (others.len() + 1).saturating_sub(keep.max(1));
         let mut removed = Vec::with_capacity(excess);
         for old in others.into_iter().take(excess) {
-            if !remove(&self.folder(job, &old.name)?)? {
-                continue;
+            let folder = folder.join(&old.name);
+            if remove(&folder).inspect_err(|fault| warn(&folder, fault)) == Ok(true) {
+                tracing::info!(%job, name = old.name, version = %old.version, "old checkpoint removed");
+                removed.push(old.name);
             }
-            tracing::info!(%job, name = old.name, version = %old.version, "old checkpoint removed");
-            removed.push(old.name);
         }
-        Ok(removed)
+        removed
     }
 
     /// Removes this server's part of a checkpoint that will not be sealed. A part stays if it is sealed or has other
