@@ -22,6 +22,9 @@ use crate::{
     host::Instant,
 };
 
+const PASSED_OVER: &str =
+    "A CHECKPOINT CANNOT BE RESTORED: going back to another one, and steps made after that one are lost";
+
 /// The checkpoint to go back to, and the state that may be given up for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GoBack {
@@ -88,10 +91,7 @@ async fn go_back_from(cluster: &Cluster, there: &Whereabouts, how: &GoBack) -> R
             Err(error) if how.checkpoint.is_none() && is_unreadable(&error) => {
                 if let Some(next) = names.get(index + 1) {
                     // A damaged manifest is listed by its file's time, so the next checkpoint may be newer.
-                    tracing::warn!(
-                        checkpoint = name, %error, trying = next,
-                        "A CHECKPOINT CANNOT BE RESTORED: going back to another one, and steps made after that one are lost"
-                    );
+                    tracing::warn!(checkpoint = name, %error, trying = next, "{PASSED_OVER}");
                 }
                 newest.get_or_insert(error);
             }
@@ -105,6 +105,18 @@ async fn go_back_from(cluster: &Cluster, there: &Whereabouts, how: &GoBack) -> R
     }))
 }
 
+/// Returns the checkpoint of a name, or else the newest whole one, after the damaged ones that are passed over for it.
+/// `listed` begins with the oldest.
+fn newest<'a>(
+    listed: &'a [Checkpoint],
+    name: Option<&str>,
+) -> (impl Iterator<Item = &'a Checkpoint> + use<'a>, Option<&'a Checkpoint>) {
+    let is_wanted = |found: &Checkpoint| name.map_or(found.damage.is_none(), |name| name == found.name);
+    let at = listed.iter().rposition(is_wanted);
+    let damaged = if name.is_none() { &listed[at.map_or(0, |at| at + 1)..] } else { &[] };
+    (damaged.iter().rev(), at.map(|at| &listed[at]))
+}
+
 /// Chooses the checkpoint that brings a job from other servers to the session's servers. Changes nothing.
 ///
 /// # Errors
@@ -112,11 +124,14 @@ async fn go_back_from(cluster: &Cluster, there: &Whereabouts, how: &GoBack) -> R
 pub(super) async fn choose(cluster: &Cluster, how: &GoBack) -> Result<Checkpoint> {
     let there = Whereabouts { progress: cluster.on_all(|server| find(cluster, server)).await? };
     let listed = list_checkpoints(cluster, cluster.options.deadline).await?;
-    let is_wanted = |found: &Checkpoint| {
-        how.checkpoint.as_ref().map_or(found.damage.is_none(), |name| *name == found.name)
-    };
+    let (passed_over, found) = newest(&listed, how.checkpoint.as_deref());
+    // Other ranks ask again and again while rank 0 works.
+    for Checkpoint { name, damage, .. } in passed_over.filter(|_| cluster.options.rank == Rank(0)) {
+        let (trying, damage) = (found.map(|found| &found.name), damage.as_deref().unwrap_or_default());
+        tracing::warn!(checkpoint = name, damage, ?trying, "{PASSED_OVER}");
+    }
     let (holders, lost) = holders_and_lost(cluster, &there);
-    let Some(found) = listed.into_iter().rev().find(is_wanted) else {
+    let Some(found) = found.cloned() else {
         return Err(NoCheckpoint {
             job: cluster.job().clone(),
             tier: cluster.tier(cluster.first()),
@@ -386,5 +401,31 @@ fn is_other_state(error: &Error) -> bool {
         }
         Error::NotRestored(failed) => is_other_state(&failed.cause),
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn damaged_checkpoints_are_passed_over_by_name_for_the_newest_whole_one() {
+        let of = |name: &str, damage: Option<&str>| Checkpoint {
+            name: name.into(),
+            version: Version(1),
+            shared: true,
+            stale: false,
+            damage: damage.map(str::to_string),
+        };
+        let listed = [of("a", None), of("b", None), of("c", Some("cut short")), of("d", Some("lost"))];
+        let found = |name| {
+            let (passed_over, found) = newest(&listed, name);
+            let names: Vec<&str> = passed_over.map(|of| &*of.name).collect();
+            (names, found.map(|of| &*of.name))
+        };
+        assert_eq!(found(None), (vec!["d", "c"], Some("b")));
+        assert_eq!(found(Some("a")), (vec![], Some("a")));
+        assert_eq!(found(Some("x")), (vec![], None));
+        assert_eq!(newest(&listed[2..], None).0.count(), 2);
     }
 }
