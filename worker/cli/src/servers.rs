@@ -244,23 +244,28 @@ impl Servers {
         Ok(self)
     }
 
-    /// Connects to the job's servers that were not named. Returns the members that cannot be reached.
+    /// Connects to the job's servers that were not named, and to the servers that these name in turn: a named server
+    /// may have an old placement. Returns the members that cannot be reached.
     pub(crate) fn add_members(&mut self, job: &str, access: &Access) -> anyhow::Result<Silent> {
-        let found: Vec<v1::DescribeResponse> =
-            self.wholes(job).into_iter().filter_map(|(_, answer)| answer.ok()).collect();
-        let found = begun(found.iter());
-        let newest = found.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
-        // Members are identified by their numbers, since an address here may differ from the address that ranks dial.
-        let is_named = |server: u32| found.clone().any(|answer| answer.server == server);
-        let members = newest.into_iter().flat_map(|of| (0..).zip(&of.servers));
-        let missing = members.filter(|(server, address)| !address.is_empty() && !is_named(*server));
-        let missing: Vec<String> = missing.map(|(_, address)| address.clone()).collect();
-        if missing.is_empty() {
-            return Ok(Vec::new());
+        let mut all_silent = Silent::new();
+        loop {
+            let known = self.servers.iter().map(|server| &server.address);
+            let tried: Vec<&String> = known.chain(all_silent.iter().map(|(address, _)| address)).collect();
+            let missing = missing(&self.wholes(job), &tried);
+            if missing.is_empty() {
+                return Ok(all_silent);
+            }
+            let (more, silent) = connect_on(&self.runtime, CONNECT, &missing, access)?;
+            self.servers.extend(more);
+            all_silent.extend(silent);
         }
-        let (more, silent) = connect_on(&self.runtime, CONNECT, &missing, access)?;
-        self.servers.extend(more);
-        Ok(silent)
+    }
+
+    /// Drops all other servers if the job has left the `named` ones. Returns the job's servers then.
+    pub(crate) fn keep_left(&mut self, job: &str, named: &[String]) -> Option<Vec<String>> {
+        let there = has_left(&self.wholes(job), named)?;
+        self.servers.retain(|server| named.contains(&server.address));
+        Some(there)
     }
 
     /// Returns a function that asks all servers for their progress, and sums the results of `of`. Another thread may
@@ -376,11 +381,37 @@ fn begun<'a>(
     answers.filter(move |answer| !loads(answer) || newest.is_none_or(|newest| epoch(answer) <= newest))
 }
 
+fn newest<'a>(answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone) -> Option<&'a v1::Placement> {
+    begun(answers).filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch)
+}
+
+/// Returns the members of the newest placement that have not answered and were not `tried`. Members are identified by
+/// their numbers, since an address here may differ from the address that ranks dial.
+fn missing(found: &Answers<v1::DescribeResponse>, tried: &[&String]) -> Vec<String> {
+    let answers = found.iter().filter_map(|(_, answer)| answer.as_ref().ok());
+    let has_answered = |server| begun(answers.clone()).any(|answer| answer.server == server);
+    let members = newest(answers.clone()).into_iter().flat_map(|of| (0..).zip(&of.servers));
+    let missing = members.filter(|(server, address)| !address.is_empty() && !has_answered(*server));
+    missing.map(|(_, address)| address.clone()).filter(|address| !tried.contains(&address)).collect()
+}
+
+/// Returns the members of the newest placement, if each `named` server has an older part of the job or nothing.
+fn has_left(found: &Answers<v1::DescribeResponse>, named: &[String]) -> Option<Vec<String>> {
+    let members = &newest(found.iter().filter_map(|(_, answer)| answer.as_ref().ok()))?.servers;
+    let is_left = |answer: &Result<v1::DescribeResponse, Fault>| match answer {
+        Ok(answer) => members.get(answer.server as usize).is_none_or(String::is_empty),
+        Err(fault) => is_not_there(fault),
+    };
+    let of_named = || found.iter().filter(|(address, _)| named.contains(address));
+    let has_part = of_named().any(|(_, answer)| answer.is_ok());
+    let members = members.iter().filter(|address| !address.is_empty()).cloned();
+    (has_part && of_named().all(|(_, answer)| is_left(answer))).then(|| members.collect())
+}
+
 /// Returns the members of the newest placement among `answers`. None if some member has not answered.
 fn members<'a>(answers: impl Iterator<Item = &'a v1::DescribeResponse> + Clone) -> Option<Vec<u32>> {
     let answers = begun(answers);
-    let newest = answers.clone().filter_map(|answer| answer.placement.as_ref()).max_by_key(|of| of.epoch);
-    let members = (0..).zip(&newest?.servers).filter(|(_, address)| !address.is_empty());
+    let members = (0..).zip(&newest(answers.clone())?.servers).filter(|(_, address)| !address.is_empty());
     let members: Vec<u32> = members.map(|(server, _)| server).collect();
     let has_answered = |server: &u32| answers.clone().any(|answer| answer.server == *server);
     members.iter().all(has_answered).then_some(members)
@@ -448,6 +479,27 @@ pub(crate) fn standing(rank: &v1::RankStatus) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_server_with_an_old_placement_leads_to_the_newest_and_is_left() {
+        let answer = |address: &str, server, epoch, servers: &[&str]| {
+            let servers = servers.iter().map(|server| server.to_string()).collect();
+            let placement = Some(v1::Placement { epoch, servers, ..Default::default() });
+            (address.to_string(), Ok(v1::DescribeResponse { server, placement, ..Default::default() }))
+        };
+        let [a, b, c] = ["a:1", "b:1", "c:1"].map(String::from);
+        let named = [a.clone()];
+        let old = answer("a:1", 0, 5, &["a:1", "b:1"]);
+        let mut found = vec![old.clone()];
+        assert_eq!((missing(&found, &[&a]), has_left(&found, &named)), (vec![b.clone()], None));
+        found.push(answer("b:1", 1, 9, &["", "b:1", "c:1"]));
+        assert_eq!(missing(&found, &[&a, &b]), [&*c]);
+        assert_eq!(missing(&found, &[&a, &b, &c]), Vec::<String>::new());
+        assert_eq!(has_left(&found, &named), Some(vec![b.clone(), c]));
+        assert_eq!(has_left(&found, &[a, b]), None);
+        let gone = Fault::new(FaultKind::NotFound, "job", "j", "open", "open it");
+        assert_eq!(has_left(&vec![("a:1".to_string(), Err(gone)), found.remove(1)], &named), None);
+    }
 
     #[test]
     fn servers_that_are_no_members_are_left_out_where_all_members_answer() {

@@ -220,7 +220,11 @@ fn plan_step_back(
 pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
     let job = &args.job;
     let mut servers = args.servers.connect()?;
-    let silent = servers.add_members(job, &args.servers.access)?;
+    let mut silent = servers.add_members(job, &args.servers.access)?;
+    let there = servers.keep_left(job, &args.servers.servers);
+    if there.is_some() {
+        silent.clear();
+    }
     let request = v1::DeleteJobRequest { job: job.clone(), discard_unreadable: args.discard_unreadable };
     // A server that cannot read its part refuses before any other part is deleted.
     let described = servers.answers_within(PROMPTLY, async |mut admin| admin.describe(brief(job)).await);
@@ -244,7 +248,19 @@ pub(super) fn delete(args: &DeleteArgs, out: Output) -> anyhow::Result<()> {
         let lead = format!("{job} is deleted, but for servers that may still have a part of it. ");
         return Err(Unanswered::new(&lead, &silent).into());
     }
-    out.result(|| json!({"job": job, "deleted": true}), || format!("deleted {job}"));
+    out.result(
+        || match &there {
+            Some(there) => json!({"job": job, "deleted": false, "servers": there}),
+            None => json!({"job": job, "deleted": true}),
+        },
+        || match &there {
+            Some(there) => format!(
+                "deleted an old part of {job}, which is on {} now: name these to delete it",
+                there.join(",")
+            ),
+            None => format!("deleted {job}"),
+        },
+    );
     Ok(())
 }
 
