@@ -403,6 +403,45 @@ fn a_shard_that_was_never_updated_returns() -> Result<(), TestCaseError> {
     Moving::new(16_585_907_149_695_730_220).run()
 }
 
+/// The owner of a shard is lost one step before the next owner's first step.
+#[test]
+fn a_hash_is_refused_while_no_server_answers_for_a_shard() {
+    let block = BLOCK as u64;
+    let spec = JobSpec { replicas: 2, shard_elements: block, ..spec(&[3 * block], &[0]) };
+    let weights = weights(&spec, 7);
+    let (mut cluster, mut alone) = (
+        Cluster::started(&spec, 3, &weights),
+        Cluster::started(&JobSpec { replicas: 1, ..spec.clone() }, 1, &weights),
+    );
+    let shard = ShardId(0);
+    let [owner, replica] = [cluster.owner(shard), cluster.placement.replica(shard).unwrap().0 as usize];
+    let next = ServerId((0..3).find(|&server| server != owner && server != replica).unwrap() as u32);
+    cluster.jobs[next.0 as usize].make_room(&[shard], |_, _| Ok(())).unwrap();
+    for step in 1..=5 {
+        let mut change =
+            PlacementChange { epoch: Epoch(cluster.placement.epoch.0 + 1), ..PlacementChange::default() };
+        match step {
+            1 => change.replicas.push((shard, NO_SERVER)),
+            4 => change.moves.push((shard, next)),
+            5 => {
+                cluster.lose(owner);
+                assert_eq!(cluster.try_hash().unwrap_err().kind, FaultKind::Unavailable);
+                change.lost.push(ServerId(owner as u32));
+            }
+            _ => {}
+        }
+        let placement = Some(change).filter(|_| [1, 4, 5].contains(&step));
+        for (of, placement) in [(&mut cluster, placement), (&mut alone, None)] {
+            of.push(step, &[gradient(&spec, step, 1e-2)]);
+            of.commit(&Commit { placement, ..commit(&spec, step) }).unwrap();
+            of.work();
+        }
+        cluster.fetch(next.0 as usize, usize::MAX);
+        cluster.work();
+    }
+    assert_eq!(cluster.hash(), alone.hash());
+}
+
 #[test]
 fn a_flipped_bit_is_found_at_the_next_update_and_named() {
     let spec = JobSpec {

@@ -20,6 +20,7 @@ pub enum Refusal {
     Left { rank: Rank, incarnation: Incarnation },
     NotOwned { shard: ShardId, shards: u32 },
     Elsewhere { shard: ShardId, step: Step, owner: ServerId },
+    GivenUp { shard: ShardId, step: Step },
     Broken { shard: ShardId, block: BlockId, at: String, is_last: bool },
     NotContributor { contribution: Contribution, contributors: Vec<Rank> },
     Frozen { contribution: Contribution, param: String },
@@ -74,7 +75,7 @@ impl Refusal {
 
 impl From<Refusal> for Fault {
     fn from(refusal: Refusal) -> Fault {
-        use FaultKind::{Conflict, Corrupt, Fenced, Invalid, NotFound, Precondition};
+        use FaultKind::{Conflict, Corrupt, Fenced, Invalid, NotFound, Precondition, Unavailable};
         match refusal {
             Refusal::Loading { missing } => Fault::new(
                 Precondition,
@@ -152,6 +153,13 @@ impl From<Refusal> for Fault {
                 format!("{} at {step}", shard.0),
                 format!("one of this server's at that step: it is {owner}'s"),
                 "send it to its owner: see placement in Admin.Describe",
+            ),
+            Refusal::GivenUp { shard, step } => Fault::new(
+                Unavailable,
+                "shard",
+                format!("{} at {step}, of a server that is given up", shard.0),
+                "on a server that answers",
+                "ask again after the next step, whose decision gives the shard to another server",
             ),
             Refusal::Broken { shard, block, at, is_last } => {
                 let limit = "the bytes that were written: a bit has flipped in this server's memory";

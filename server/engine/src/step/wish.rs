@@ -2,7 +2,7 @@
 
 use longshore_proto::{Placement, ServerId, ShardId, Step, TierKind};
 
-use super::{handover::Awaited, machine::Machine};
+use super::{handover::Awaited, machine::Machine, refusal::Refusal};
 
 /// Addresses of the servers that a job shall have, and when an operator asked for them.
 #[derive(Clone, Debug, Default)]
@@ -61,6 +61,22 @@ impl Machine {
         };
         let unfetched = || self.unfinished().find(is_last).map(|of| of.shard);
         placement.last_of(lost).or_else(unfetched)
+    }
+
+    /// Refuses a copy of the state after `step` while no server answers for a shard: its holders at the step are given
+    /// up, and the next holder begins with a later step.
+    pub fn check_answered(&self, step: Step) -> Result<(), Refusal> {
+        let placement = self.placement();
+        let is_answered = |shard: &ShardId| {
+            let holder = placement.holders_at(*shard, step).find(|holder| !self.lost.contains(holder));
+            let owned = self.owned[shard.index()];
+            holder.is_some_and(|of| of != self.server || owned.is_some_and(|owned| self.owns(owned, step)))
+        };
+        let shards = if self.lost.is_empty() { 0 } else { self.layout.shards() };
+        match (0..shards).map(ShardId).find(|shard| !is_answered(shard)) {
+            Some(shard) => Err(Refusal::GivenUp { shard, step }),
+            None => Ok(()),
+        }
     }
 }
 

@@ -495,10 +495,14 @@ impl Cluster {
     }
 
     pub(crate) fn hash(&self) -> String {
+        self.try_hash().unwrap()
+    }
+
+    pub(crate) fn try_hash(&self) -> Result<String, Fault> {
         let mut blocks = Vec::new();
         let mut at = None;
         for job in self.living().map(|server| &self.jobs[server]) {
-            let (info, hashes) = job.state_hashes(soon()).unwrap();
+            let (info, hashes) = job.state_hashes(soon())?;
             let here = (info.version, info.applied);
             assert_eq!(*at.get_or_insert(here), here, "servers disagree on the version");
             blocks.extend(hashes);
@@ -506,7 +510,7 @@ impl Cluster {
         blocks.sort();
         assert!(blocks.iter().enumerate().all(|(index, (block, _))| index == block.0 as usize));
         let (version, applied) = at.unwrap();
-        state_hash(version, applied, blocks.iter().map(|(_, hash)| hash))
+        Ok(state_hash(version, applied, blocks.iter().map(|(_, hash)| hash)))
     }
 
     /// Returns a shard's image, None before the image is there, or the fault.

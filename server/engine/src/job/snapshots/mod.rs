@@ -138,6 +138,9 @@ impl Snapshots {
             let Progress { version, applied, last_commit: commit, .. } = machine.progress();
             *lock(&snapshot.info) = Some(SnapshotInfo { version, applied, commit });
             let owned = OwnedShard::all(snapshot.shards());
+            if let Err(refusal) = machine.check_answered(Step(version.0)) {
+                snapshot.staging.end(refusal.into());
+            }
             snapshot.covers(owned.map(|owned| machine.answers_for(owned, Step(version.0))).collect());
         }
     }
