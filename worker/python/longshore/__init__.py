@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from longshore.optim import SGD, Adagrad, Adam, AdamW, Lion, NAdam
     from longshore.progress import Progress
     from longshore.transfer.job import Hyper, StepReport
-    from longshore.transfer.options import LossScale
-    from longshore.transfer.server import Server
+    from longshore.transfer.options import LossScale, Server
     from longshore.units.build import GatheredParameters, Init, TiledLinear, tiled
     from longshore.units.shard import Sharded, shard
 
@@ -62,8 +61,7 @@ _PLACES = {
         "optim": ("SGD", "Adagrad", "Adam", "AdamW", "Lion", "NAdam"),
         "progress": ("Progress",),
         "transfer.job": ("Hyper", "StepReport"),
-        "transfer.options": ("LossScale",),
-        "transfer.server": ("Server",),
+        "transfer.options": ("LossScale", "Server"),
         "units.build": ("GatheredParameters", "Init", "TiledLinear", "tiled"),
         "units.shard": ("Sharded", "shard"),
     }.items()

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from longshore.checkpoint import Saving
-from longshore.optim import Optimizer, unwrapped
+from longshore.optim import Optimizer
+from longshore.optimizer.parts import unwrapped
 
 __all__ = ["Attached", "attach"]
 

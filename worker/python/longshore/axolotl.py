@@ -18,8 +18,8 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
 from longshore import optim
+from longshore.checkpoint.trainer import Callback
 from longshore.errors import invalid
-from longshore.huggingface import Callback
 from longshore.transfer import params
 from longshore.transfer.options import Options
 

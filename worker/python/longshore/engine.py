@@ -21,6 +21,7 @@ from longshore.deepspeed import files
 from longshore.deepspeed.config import Config
 from longshore.errors import UsageError, invalid, warn
 from longshore.transfer import params as _params
+from longshore.units.shard import shard
 
 __all__ = ["Engine", "initialize"]
 
@@ -111,7 +112,7 @@ class Asked(nn.Module):
 def optimizer_of(given: Any, params: Any, settings: Config) -> optim.Optimizer:
     """Returns the passed optimizer, or the configuration's."""
     if given is None:
-        return settings.optimizer(params)
+        return settings.optimizer(params, optim.RULES)
     if settings.optimizer_type is not None:
         raise invalid("optimizer", type(given).__name__, "given once", "pass optimizer= or name one in the config")
     made = given if isinstance(given, torch.optim.Optimizer) else given(params)
@@ -431,7 +432,7 @@ class Engine(Asked):
         else:
             loaded = files.load(self, Path(load_dir), tag, load_module_strict, load_lr_scheduler_states)
         self._begin_anew()
-        self._config.put_in_units(self.module, self.optimizer)
+        self._config.put_in_units(shard, self.module, self.optimizer)
         return loaded
 
     def load_universal_checkpoint(self) -> bool:
@@ -532,7 +533,7 @@ def initialize(
     if not optimizer.waits_for_state and not settings.loads_universal:
         # Opening the job gives the model the job's weights before its first forward.
         optimizer.open()
-        settings.put_in_units(model, optimizer)
+        settings.put_in_units(shard, model, optimizer)
     lr_scheduler = scheduler_of(lr_scheduler, optimizer, settings)
     loader = None if training_data is None else loader_of(training_data, optimizer, collate_fn, settings)
     return Engine(model, optimizer, lr_scheduler, settings), optimizer, loader, lr_scheduler

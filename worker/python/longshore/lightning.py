@@ -12,7 +12,8 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 from longshore.checkpoint import Saving
-from longshore.optim import Optimizer, unwrapped
+from longshore.optim import Optimizer
+from longshore.optimizer.parts import unwrapped
 
 __all__ = ["Callback", "Strategy"]
 

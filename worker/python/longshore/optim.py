@@ -12,17 +12,23 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from longshore.errors import invalid
-from longshore.optimizer.connection import State, Step
+from longshore.distributed.ranks import ranks_of
+from longshore.errors import UsageError, invalid
+from longshore.optimizer.connection import Connection
 from longshore.optimizer.guards import Absent
 from longshore.optimizer.opening import Opening
 from longshore.optimizer.state_dict import Stateful
+from longshore.optimizer.states import State, Step
 from longshore.optimizer.step import Stepping, Stream
 from longshore.transfer import device
+from longshore.transfer import filling as _filling
 from longshore.transfer import job as _job
+from longshore.transfer import params as _params
 from longshore.transfer.gradients import Gradients
 from longshore.transfer.job import Hyper, StepReport
 from longshore.transfer.options import JobOptions, Options
+from longshore.transfer.tensors import UnitParameter, is_built
+from longshore.transfer.weights import Unplaced
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "NAdam", "Optimizer", "StepReport"]
 
@@ -59,6 +65,18 @@ class Optimizer(Opening, Stepping, Stateful):
         if self._options.streaming:
             self._stream = Stream(self)
         self._guard_clipping()
+
+    def _new_connection(self) -> Connection:
+        tensors = [tensor for _, tensor in _params.named(self.param_groups)]
+        if self._units is None and any(isinstance(tensor, UnitParameter) and not is_built(tensor) for tensor in tensors):
+            raise UsageError("the model is in units: build its optimizer before shard(), and the model again for another optimizer")
+        params, frozen = self._table_of_job()
+        ranks = ranks_of(self._options, params)
+        connection = Connection(self._options, self._job_name, self.rule, params, self._first_hypers, self._now, frozen, ranks)
+        if any(map(is_built, tensors)):
+            connection.weights = Unplaced()
+            self._filling = self._filling or _filling.of_init(params)
+        return connection
 
     def _patch_step_function(self) -> None:
         """Wraps ``step`` for hooks as torch does, and keeps torch.compile out of it: a step that waits for servers has no graph."""
@@ -142,12 +160,6 @@ class Optimizer(Opening, Stepping, Stateful):
         elif step.state is State.PUSHED:
             step.state = State.BROKEN
         return self._version
-
-
-def unwrapped(optimizer: Any) -> Optimizer | None:
-    """Returns the optimizer of this package, unwrapped from Accelerate's or Lightning's wrapper; None for another one."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return inner if isinstance(inner, Optimizer) else None
 
 
 #: Flags of torch that servers' rules do not have, each with its remedy. torch's defaults None and False pass.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import longshore
 from longshore.transfer import device as _device
-from longshore.units import fetch as _fetch
+from longshore.units import fetching as _fetching
 
 NUMPY = {
     **{torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16), torch.float16: np.dtype(np.float16)},
@@ -509,7 +509,7 @@ def ended(device: Simulated, model: nn.Module, optimizer: longshore.AdamW, resul
     return found
 
 
-def advance(fetch: _fetch.Fetch) -> None:
+def advance(fetch: _fetching.Fetch) -> None:
     """Replaces the package's function of this name, and first waits until all weights are in the host's memory."""
     if fetch.read is not None:
         wait([fetch.read])
@@ -531,7 +531,7 @@ def on(device: Simulated) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(_device, "accelerator", device)
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(torch.UntypedStorage, "resizable", lambda storage: is_there(storage) or resizable(storage))
-        patch.setattr(_fetch.Fetch, "advance", advance)
+        patch.setattr(_fetching.Fetch, "advance", advance)
         yield patch
         gc.collect()
 

@@ -77,7 +77,7 @@ def test_the_trainer_goes_on_from_a_save_of_a_server_inside_its_process(tmp_path
 
 
 def test_a_save_within_that_of_the_state_counts_as_cut_short(tmp_path: pathlib.Path) -> None:
-    from longshore.huggingface import last_whole
+    from longshore.checkpoint.trainer import last_whole
 
     assert last_whole(tmp_path / "absent") is None
     for step, state in ((4, "{}"), (12, '{"global_step": 1'), (8, "{}")):

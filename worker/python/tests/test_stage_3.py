@@ -14,7 +14,7 @@ from units import Accountant, Deep, optimizer_of, same, weight_bytes
 
 import longshore
 from longshore import errors
-from longshore.huggingface import Loaded
+from longshore.checkpoint.trainer import Loaded
 
 #: Optimizer and parameters are both offloaded, as in DeepSpeed's documents.
 CONFIG: dict[str, Any] = {
@@ -89,7 +89,7 @@ def test_checkpoints_in_stage_3(tmp_path: pathlib.Path) -> None:
 def test_live_parameters_take_what_their_type_takes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration names no type: the model was built in one."""
     budgets = []
-    monkeypatch.setattr(longshore.units.shard, "shard", lambda model, optimizer, **given: budgets.append(given["budget"]))
+    monkeypatch.setattr(longshore.engine, "shard", lambda model, optimizer, **given: budgets.append(given["budget"]))
     longshore.initialize(model=pair("mlp")[0].to(dtype), config=config(zero={"stage3_max_live_parameters": 3e4}))
     assert budgets == [30_000 * dtype.itemsize]
 

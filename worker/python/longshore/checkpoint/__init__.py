@@ -9,23 +9,27 @@ rank 0 writes. The other ranks may call too: their calls write nothing and do no
 :class:`Saving` has the servers write their own checkpoints.
 """
 
+from __future__ import annotations
+
 import os
 import pickle
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from longshore.checkpoint import files as _files
 from longshore.errors import RefusedError, StateError, invalid, warn
-from longshore.optim import Optimizer
 from longshore.transfer import device, filling
 from longshore.transfer import params as _params
 from longshore.transfer.filling import Filling
 from longshore.transfer.params import Param
+
+if TYPE_CHECKING:
+    from longshore.optim import Optimizer
 
 __all__ = ["load_deepspeed", "load_safetensors", "save_deepspeed", "save_safetensors", "save_torch"]
 
@@ -118,7 +122,7 @@ def load_deepspeed(
                 path = zero / param.name / f"{key}.pt"
                 if not path.is_file():
                     raise invalid(f"{param.name}.{key}", "absent", f"in {path}", "take a whole universal checkpoint of this model", StateError)
-                filling.check_tensor(f"{param.name}.{key}", read(array, param), param.shape, str(zero))
+                _params.check_tensor(f"{param.name}.{key}", read(array, param), param.shape, str(zero))
 
     files = {entry.name: entry / f"{_STEP}.pt" for entry in sorted(zero.iterdir())}
     steps = {name: float(torch.load(file, weights_only=True, map_location="cpu")) for name, file in files.items() if file.exists()}

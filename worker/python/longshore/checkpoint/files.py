@@ -18,8 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longshore.errors import LongshoreError, StateError, invalid
-from longshore.transfer import filling
-from longshore.transfer.params import DTYPES, Param
+from longshore.transfer.params import DTYPES, Param, check_tensor
 
 #: Pattern of the temporary names that folders have until they are complete.
 DRAFTS = ".longshore-*"
@@ -156,7 +155,7 @@ class Files:
             raise invalid(name, kind, "fp32, bf16 or fp16", "convert the files", StateError)
         if found.numel() * dtype.itemsize != length:
             raise invalid(name, f"{length} bytes", f"those of {list(found)}", "fetch the file again", StateError)
-        filling.check_tensor(name, torch.empty(found, dtype=dtype, device="meta"), shape, str(self._path), described=True)
+        check_tensor(name, torch.empty(found, dtype=dtype, device="meta"), shape, str(self._path), described=True)
 
     def tensor(self, name: str) -> Tensor:
         """Returns the tensor over the file's mapped memory."""

@@ -3,31 +3,34 @@
 :func:`filled` fills ``"auto"`` from the Trainer's arguments, as the Trainer does for DeepSpeed.
 """
 
+from __future__ import annotations
+
 import copy
 import difflib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from longshore import optim, schedules
+from longshore import schedules
 from longshore.deepspeed import keys as _keys
 from longshore.errors import invalid, warn
-from longshore.transfer import server
-from longshore.transfer.options import LossScale, Options
-from longshore.units import shard as _shard
+from longshore.transfer.options import LossScale, Options, passing_server
 
-#: Optimizer of each supported type of DeepSpeed, and DeepSpeed's defaults where they differ from torch's.
-_RULES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
-    "adam": (optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
-    "sgd": (optim.SGD, {}),
-    "lion": (optim.Lion, {"lr": 1e-3}),
-    "adagrad": (optim.Adagrad, {}),
+if TYPE_CHECKING:
+    from longshore.optim import Optimizer
+
+#: The servers' rule for each supported type of DeepSpeed, and DeepSpeed's defaults where they differ from torch's.
+_RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("adamw", {"lr": 1e-3, "weight_decay": 0.0}),
+    "adam": ("adamw", {"lr": 1e-3, "weight_decay": 0.0}),
+    "sgd": ("sgd", {}),
+    "lion": ("lion", {"lr": 1e-3}),
+    "adagrad": ("adagrad", {}),
 }
 _OTHER_RULES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd", "muon")
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
@@ -74,7 +77,7 @@ class Config:
     shard: dict[str, Any] | None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "Config":
+    def of(cls, given: Mapping[str, Any]) -> Config:
         """Returns the settings of a configuration.
 
         Raises:
@@ -121,8 +124,8 @@ class Config:
             shard=shard,
         )
 
-    def rule(self) -> tuple[type[optim.Optimizer], dict[str, Any]]:
-        """Returns the optimizer's class and arguments.
+    def rule(self, rules: Mapping[str, type[Optimizer]]) -> tuple[type[Optimizer], dict[str, Any]]:
+        """Returns the optimizer's class, one of ``rules``, and its arguments.
 
         Raises:
             InvalidError: naming the key under ``optimizer``.
@@ -133,10 +136,11 @@ class Config:
         if named not in _RULES:
             why = "the servers do not have that rule" if named in _OTHER_RULES else "correct the name"
             raise invalid("optimizer.type", self.optimizer_type, "one of " + ", ".join(_RULES), f"{why}: choose one of these")
-        kind, defaults = _RULES[named]
+        rule, defaults = _RULES[named]
         arguments = {**defaults, **self.optimizer_params}
         if named == "adam" and not arguments.pop("adam_w_mode", True):
-            kind = optim.Adam
+            rule = "adam"
+        kind = rules[rule]
         for name in ("adam_w_mode", "torch_adam"):
             arguments.pop(name, None)
         if arguments.pop("bias_correction", True) is False:
@@ -154,9 +158,9 @@ class Config:
             arguments["betas"] = tuple(arguments["betas"])
         return kind, arguments
 
-    def optimizer(self, params: Any) -> optim.Optimizer:
-        """Returns the configuration's optimizer, in streaming mode."""
-        kind, arguments = self.rule()
+    def optimizer(self, params: Any, rules: Mapping[str, type[Optimizer]]) -> Optimizer:
+        """Returns the configuration's optimizer, in streaming mode. ``rules`` has the class of each rule."""
+        kind, arguments = self.rule(rules)
         if not self.is_clip_given:
             warn("gradient_clipping is left out: 1.0 is used, DeepSpeed's default since 0.19, before which it was 0. Write it to be sure")
         job = {
@@ -173,7 +177,7 @@ class Config:
         gradients. With frozen="train-later" zeros are not set, since they would decay parameters that train later."""
         return {} if self.job.get("frozen") == "train-later" else {"missing_gradients": "zeros"}
 
-    def scheduler(self, optimizer: optim.Optimizer) -> Any:
+    def scheduler(self, optimizer: Optimizer) -> Any:
         """Returns the configuration's scheduler; None without one."""
         if self.scheduler_type is None:
             return None
@@ -190,8 +194,8 @@ class Config:
                 raise invalid(f"scheduler.params.{name}", None, f"given for {self.scheduler_type}", "write the number")
         return kind(optimizer, **self.scheduler_params)
 
-    def put_in_units(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
-        """Cuts the model into units in stage 3. By default the model moves to the accelerator, if there is one."""
+    def put_in_units(self, shard: Callable[..., object], model: nn.Module, optimizer: Optimizer) -> None:
+        """Has :func:`longshore.shard` cut the model into units in stage 3. By default the model moves to the accelerator, if there is one."""
         if self.shard is None or optimizer.is_in_units:
             return
         given = dict(self.shard)
@@ -205,10 +209,10 @@ class Config:
             is_on_host = torch.device(given.get("device", largest.device)).type == "cpu"
             live = live if live is not None else _LIVE if is_on_host else None
             given["budget"] = int(live * largest.element_size()) if live is not None else None
-        _shard.shard(model, optimizer, **given)
+        shard(model, optimizer, **given)
 
 
-def _batch(keys: "_Keys", world_size: int) -> tuple[int, int, int]:
+def _batch(keys: _Keys, world_size: int) -> tuple[int, int, int]:
     """Returns batch, micro-batch and micro-steps. A missing one is computed from the others."""
     batch = keys.take("train_batch_size", int)
     micro_batch = keys.take("train_micro_batch_size_per_gpu", int)
@@ -228,7 +232,7 @@ def _batch(keys: "_Keys", world_size: int) -> tuple[int, int, int]:
     return product, micro_batch, micro_steps
 
 
-def _precision(keys: "_Keys", job: dict[str, Any]) -> torch.dtype | None:
+def _precision(keys: _Keys, job: dict[str, Any]) -> torch.dtype | None:
     """Returns the model's type, and sets loss scale and state formats in the job's options."""
     is_bf16, is_fp16 = keys.take("bf16.enabled", bool), keys.take("fp16.enabled", bool)
     if is_bf16 and is_fp16:
@@ -257,7 +261,7 @@ def _precision(keys: "_Keys", job: dict[str, Any]) -> torch.dtype | None:
     return torch.float16
 
 
-def _offload(keys: "_Keys", job: dict[str, Any], stage: int) -> None:
+def _offload(keys: _Keys, job: dict[str, Any], stage: int) -> None:
     """Sets where servers keep the state, and in stage 3 the 16-bit weights and gradients."""
     of_state, of_weights = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
     device, spills = _offloaded(keys, of_state), _offloaded(keys, of_weights) == "nvme" and stage == 3
@@ -282,10 +286,10 @@ def _offload(keys: "_Keys", job: dict[str, Any], stage: int) -> None:
     if others and others[0] != folder:
         remedy = "name one folder: a server has all that is a job's in the same place"
         raise invalid(paths[1], repr(others[0]), f"{folder!r}, as offload_optimizer.nvme_path", remedy)
-    job["servers"] = server.passing(folder, "all" if spills else "state")
+    job["servers"] = passing_server(folder, "all" if spills else "state")
 
 
-def _offloaded(keys: "_Keys", lead: str) -> str | None:
+def _offloaded(keys: _Keys, lead: str) -> str | None:
     """Returns the device of an offloading section; None without one. ``lead`` is the section's path with a final
     dot."""
     device: str | None = keys.take(lead + "device", str, ("none", "cpu", "nvme"))
@@ -296,7 +300,7 @@ def _offloaded(keys: "_Keys", lead: str) -> str | None:
     return device
 
 
-def _sharding(keys: "_Keys", job: dict[str, Any], stage: int) -> dict[str, Any] | None:
+def _sharding(keys: _Keys, job: dict[str, Any], stage: int) -> dict[str, Any] | None:
     """Returns stage 3's settings of weights; None in other stages, which keep weights on the device."""
     lead = "zero_optimization."
     device = keys.take(lead + "offload_param.device", str, ("none", "cpu", "nvme"))
@@ -386,7 +390,7 @@ class _Keys:
         # A misplaced key is refused even when switched off, since it would have no effect once switched on.
         if line is None and (not is_off or _keys.is_section(section) or not section):
             place = _keys.place_of(path)
-            if place is None and name in inspect.signature(optim.AdamW).parameters:
+            if place is None and name in _keys.HYPERPARAMETERS:
                 place = f"optimizer.params.{name}"
             if place is not None:
                 remedy = f"move it there: as {path} DeepSpeed would ignore it"

@@ -120,6 +120,9 @@ _DEFAULTS = {
     "sequence_parallel_size": 1,
 }
 
+#: Arguments of AdamW, which DeepSpeed reads below ``optimizer.params``.
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+
 KEYS = (*USED, *NO_EFFECT, *_INSTEAD)
 
 

@@ -12,17 +12,19 @@ longer than a collective's timeout. Calls come from the training thread, and in 
 
 import contextlib
 import datetime
+import gc
 import json
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from longshore import errors
 from longshore.errors import LongshoreError, UsageError, WaitError, invalid, warn
@@ -325,7 +327,7 @@ def place() -> tuple[int, int]:
     Raises:
         UsageError: without a process group.
     """
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not has_group():
         raise UsageError(
             "ranks that reduce gradients among themselves need a process group: call torch.distributed.init_process_group() "
             "before the optimizer is built, or let the servers sum (partition=None)"
@@ -368,10 +370,24 @@ def timeout() -> Any:
     return group._get_backend(group._device_types[0]).options._timeout
 
 
+def has_group() -> bool:
+    """Returns whether the default process group exists."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
 def can_meet(world_size: int) -> bool:
     """Returns whether a process group of all ranks exists, in which this rank can wait for others."""
-    has_group = distributed.is_available() and distributed.is_initialized()
-    return world_size > 1 and has_group and distributed.get_world_size() == world_size
+    return world_size > 1 and has_group() and distributed.get_world_size() == world_size
+
+
+def has_ddp(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether a DistributedDataParallel model has some of these tensors as parameters."""
+    if not has_group():
+        return False
+    mine = {id(tensor) for tensor in tensors}
+    # `isinstance` would read `__class__` of all objects: that takes seconds, and some of torch's objects warn.
+    wrapped = [found for found in gc.get_objects() if DistributedDataParallel in type(found).__mro__]
+    return any(id(tensor) in mine for model in wrapped for tensor in model.parameters())
 
 
 def together(act: Callable[[], T]) -> list[T]:

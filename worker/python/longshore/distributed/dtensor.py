@@ -1,14 +1,12 @@
-"""Ranks whose parameters are DTensors: FSDP2, HSDP, tensor parallelism.
+"""DTensors, as FSDP2, HSDP and tensor parallelism make them: this rank's part of a parameter and of its gradient.
 
-A rank's part of a parameter follows from its placements and is cut into pieces. Several ranks may hold the same piece: one of them sends
-it, and all of them read it.
+The part follows from the parameter's placements, and is cut into pieces. Several ranks may hold the same piece: one of them sends it, and
+all of them read it.
 """
 
-import contextlib
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,14 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from longshore.distributed import collectives
-from longshore.distributed.ranks import Ranks
-from longshore.errors import GradientError, UsageError, invalid
-from longshore.transfer import params as _params
-from longshore.transfer.filling import FrozenParams
+from longshore.errors import GradientError, invalid
 from longshore.transfer.params import Box, Param, Piece, Place
-from longshore.transfer.partitions import layout, piece_param
 from longshore.transfer.tensors import on_host
-from longshore.transfer.weights import Weights
 
 
 def local_shard(tensor: Any) -> Tensor:
@@ -186,36 +179,6 @@ def _wait_for(act: Callable[[], object], piece: Piece, device: torch.device) -> 
         act()
 
 
-class FrozenShards(FrozenParams):
-    """Frozen parameters of which each rank has a part, and possibly some that each rank has whole."""
-
-    def __init__(self, params: list[Param], first: int, rank: int, world_size: int) -> None:
-        sharded: list[Param] = []
-        whole: list[Param] = []
-        for param in params:
-            (sharded if isinstance(param.tensor, DTensor) else whole).append(param)
-        self._rank = rank
-        pieces = [piece for of_param in cuts(sharded, world_size).values() for piece in of_param]
-        self._pieces = [dataclasses.replace(piece, index=first + place) for place, piece in enumerate(pieces)]
-        super().__init__(whole, first + len(self._pieces), rank == 0)
-
-    def described(self) -> Sequence[Param | Piece]:
-        return [*self._pieces, *super().described()]
-
-    def values(self) -> tuple[list[Place], list[Tensor]]:
-        places, held = to_first_rank(self._pieces, self._rank)
-        whole, held_whole = super().values()
-        return [*places, *whole], [*held, *held_whole]
-
-    def own(self) -> list[Param]:
-        mine = (piece for piece in self._pieces if self._rank in piece.holders)
-        shards = [(piece, local_shard(piece.param.tensor)) for piece in mine]
-        return [
-            dataclasses.replace(piece.param, index=piece.index, tensor=shard, shape=shard.shape, elements=piece.elements)
-            for piece, shard in shards
-        ]
-
-
 #: Number of elements of a gradient that the holders of a piece compare.
 _SAMPLES = 64
 #: Difference that is allowed between two holders, relative to the largest compared element of the gradient.
@@ -225,97 +188,7 @@ _APART = 0.05
 _NOISE = 1e-5
 
 
-class Sharded(Ranks):
-    """Ranks whose parameters and gradients are DTensors. A plain parameter among them is held whole by all ranks, for example beside
-    tensor-parallel ones."""
-
-    def __init__(self, params: list[Param]) -> None:
-        world_size = collectives.place()[1]
-        pieces = cuts(params, world_size)
-        super().__init__(params, layout(params, world_size, lambda param: pieces[param.index]))
-        #: This rank's piece of each parameter, by the parameter's index.
-        self._here = {piece.param.index: piece for piece in self.layout.pieces() if self.rank in piece.holders}
-        #: True if several ranks hold the same piece.
-        self.has_replicas = any(piece.replicas for piece in self.layout.pieces())
-        self._locals: list[Param] = []
-        self._weights: list[Weights] = []
-        #: Sampled elements of the first gradient of each shared piece, by the parameter's name. None once ranks have
-        #: compared them, or if no piece is shared.
-        self._samples: dict[str, list[float]] | None = {} if self.has_replicas else None
-
-    def telling(self) -> contextlib.AbstractContextManager[None]:
-        return collectives.telling() if self.has_replicas else super().telling()
-
-    def first_weights(self) -> tuple[list[Place], list[Tensor]]:
-        return to_first_rank(self.layout.pieces(), self.rank)
-
-    def keep(self, frozen: list[Param]) -> FrozenParams:
-        return FrozenShards(frozen, self.layout.count(), self.rank, self.world_size)
-
-    def read(self, job: Any) -> None:
-        locals_ = [
-            dataclasses.replace(piece_param(piece, local, piece.param.dtype), shape=local.shape)
-            for piece in self._here.values()
-            for local in [local_shard(piece.param.tensor)]
-        ]
-        if [param.tensor.data_ptr() for param in locals_] != [param.tensor.data_ptr() for param in self._locals]:
-            # FSDP2 has made new shards, as it does when the model is moved or loaded.
-            self._locals = locals_
-            sent = {piece.index for piece in self._mine.values()}
-            own = [param for param in locals_ if param.index in sent]
-            replicas = [param for param in locals_ if param.index not in sent]
-            # Replicas are read first, while the rank's own pieces arrive. Once the own pieces are read, no version
-            # counts as unread, and replicas would not be fetched.
-            fetched: Any = _Fetched(job, replicas)
-            self._weights = [Weights(replicas, fetched)] if replicas else []
-            self._weights.append(Weights(own, job))
-        for weights in self._weights:
-            weights.read()
-
-    def places_of(self, param: Param, memory: Tensor) -> list[Place]:
-        return [self._here[param.index].place(memory)]
-
-    def forget_weights(self) -> None:
-        self._locals, self._weights = [], []
-
-    def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
-        _params.check_gradient(param, gradient)
-        local, piece = _local_gradient(param, gradient), self._here.get(param.index)
-        if piece is None:
-            return
-        if local.numel() != piece.elements:
-            raise UsageError(f"{param.name} has another shard than when the optimizer was built: build it after fully_shard")
-        if self._samples is not None and piece.replicas:
-            self._samples[param.name] = _sample(local)
-        if piece.rank == self.rank:
-            sent = dataclasses.replace(piece_param(piece, local, param.dtype), shape=local.shape)
-            self._outgoing.send(job, sent, local, scale)
-
-    def _end(self, job: Any) -> None:
-        if self._samples is not None:
-            _compare([piece for piece in self.layout.pieces() if piece.replicas], collectives.together(lambda: self._samples))
-            self._samples = None
-        super()._end(job)
-
-
-class _Fetched:
-    """Stands for the job in :class:`Weights` of pieces whose gradient another rank sends. Such pieces are fetched,
-    since a read brings only the pieces that this rank sends."""
-
-    def __init__(self, job: Any, params: list[Param]) -> None:
-        self._job, self._params = job, params
-
-    def unread_params(self) -> list[int]:
-        return [] if self._job.unread_weights() is None else [param.index for param in self._params]
-
-    def read_weights(self, places: list[Place]) -> int | None:
-        version: int | None = self._job.unread_weights()
-        if version is not None:
-            self._job.fetch(version, [(place, 0) for place in places]).read()
-        return version
-
-
-def _local_gradient(param: Param, gradient: Any) -> Tensor:
+def local_gradient(param: Param, gradient: Any) -> Tensor:
     """Returns this rank's part of a gradient in its parameter's placement. Tensor parallelism leaves partial sums,
     which this call adds over ranks."""
     if not isinstance(param.tensor, DTensor):
@@ -333,17 +206,17 @@ def _local_gradient(param: Param, gradient: Any) -> Tensor:
     return local_shard(gradient)
 
 
-def _sample(gradient: Tensor) -> list[float]:
+def sample(gradient: Tensor) -> list[float]:
     flat = gradient.reshape(-1)
-    sample: list[float] = flat[:: max(len(flat) // _SAMPLES, 1)][:_SAMPLES].double().tolist()
-    return sample
+    sampled: list[float] = flat[:: max(len(flat) // _SAMPLES, 1)][:_SAMPLES].double().tolist()
+    return sampled
 
 
-def _compare(pieces: list[Piece], everyones: list[Any]) -> None:
+def compare(pieces: list[Piece], everyones: list[Any]) -> None:
     """Refuses a first gradient that differs between holders of the same piece: it was not reduced.
 
     Args:
-        everyones: by rank, the samples of :func:`_sample` by parameter.
+        everyones: by rank, the samples of :func:`sample` by parameter.
     """
     noise = _NOISE * _largest([value for sample in everyones[0].values() for value in sample])
     for piece in pieces:

@@ -2,16 +2,16 @@
 
 :class:`Reduced` and :class:`Scattered` have whole parameters, and gather their weights bucket by bucket in forward order. Gradients of
 :class:`Reduced` come reduced by another library, for example DistributedDataParallel. Ranks of :class:`Scattered` reduce bucket by bucket, so
-that each gets its part of the mean, as in ZeRO-2. :mod:`longshore.distributed.dtensor` has ranks whose parameters are sharded, as FSDP2's are.
+that each gets its part of the mean, as in ZeRO-2. Ranks of :class:`Sharded` have sharded parameters, as FSDP2's are. :func:`ranks_of` chooses.
 
 The connection of an optimizer owns a rank's object. Streaming's hooks call it on autograd's threads, all other code on the training thread.
 """
 
 import contextlib
+import dataclasses
 import functools
-import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +21,53 @@ from torch import Tensor
 from longshore import _longshore
 from longshore.distributed import collectives
 from longshore.distributed.collectives import Collective
+from longshore.distributed.dtensor import compare, cuts, local_gradient, local_shard, sample, to_first_rank
 from longshore.errors import GradientError, LongshoreError, UsageError, invalid
 from longshore.transfer import device
 from longshore.transfer.filling import Filling, FrozenParams, write_frozen
 from longshore.transfer.gradients import Outgoing
-from longshore.transfer.params import DTYPES, Param, Place, check_gradient
+from longshore.transfer.options import Options
+from longshore.transfer.params import DTYPES, Param, Piece, Place, check_gradient, is_sharded
 from longshore.transfer.partitions import Bucket, Layout, copy, copy_back, exported, layout, piece_param, share
 from longshore.transfer.pinned import LockedMemory
 from longshore.transfer.tensors import on_host
+from longshore.transfer.weights import Weights
 
 #: Largest number of ranks that export a job's state at a time.
 _EXPORTS = 4
 
 #: A check that raises if a step may not lack gradients of these parameters.
 CheckMissing = Callable[[list[Param]], None]
+
+
+class FrozenShards(FrozenParams):
+    """Frozen parameters of which each rank has a part, and possibly some that each rank has whole."""
+
+    def __init__(self, params: list[Param], first: int, rank: int, world_size: int) -> None:
+        sharded: list[Param] = []
+        whole: list[Param] = []
+        for param in params:
+            (sharded if is_sharded(param.tensor) else whole).append(param)
+        self._rank = rank
+        pieces = [piece for of_param in cuts(sharded, world_size).values() for piece in of_param]
+        self._pieces = [dataclasses.replace(piece, index=first + place) for place, piece in enumerate(pieces)]
+        super().__init__(whole, first + len(self._pieces), rank == 0)
+
+    def described(self) -> Sequence[Param | Piece]:
+        return [*self._pieces, *super().described()]
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        places, held = to_first_rank(self._pieces, self._rank)
+        whole, held_whole = super().values()
+        return [*places, *whole], [*held, *held_whole]
+
+    def own(self) -> list[Param]:
+        mine = (piece for piece in self._pieces if self._rank in piece.holders)
+        shards = [(piece, local_shard(piece.param.tensor)) for piece in mine]
+        return [
+            dataclasses.replace(piece.param, index=piece.index, tensor=shard, shape=shard.shape, elements=piece.elements)
+            for piece, shard in shards
+        ]
 
 
 class Ranks(ABC):
@@ -499,6 +532,96 @@ class Scattered(Reduced):
         return [param for param, count in zip(self.params, counts, strict=True) if count < self.world_size]
 
 
+class Sharded(Ranks):
+    """Ranks whose parameters and gradients are DTensors. A plain parameter among them is held whole by all ranks, for example beside
+    tensor-parallel ones."""
+
+    def __init__(self, params: list[Param]) -> None:
+        world_size = collectives.place()[1]
+        pieces = cuts(params, world_size)
+        super().__init__(params, layout(params, world_size, lambda param: pieces[param.index]))
+        #: This rank's piece of each parameter, by the parameter's index.
+        self._here = {piece.param.index: piece for piece in self.layout.pieces() if self.rank in piece.holders}
+        #: True if several ranks hold the same piece.
+        self.has_replicas = any(piece.replicas for piece in self.layout.pieces())
+        self._locals: list[Param] = []
+        self._weights: list[Weights] = []
+        #: Sampled elements of the first gradient of each shared piece, by the parameter's name. None once ranks have
+        #: compared them, or if no piece is shared.
+        self._samples: dict[str, list[float]] | None = {} if self.has_replicas else None
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        return collectives.telling() if self.has_replicas else super().telling()
+
+    def first_weights(self) -> tuple[list[Place], list[Tensor]]:
+        return to_first_rank(self.layout.pieces(), self.rank)
+
+    def keep(self, frozen: list[Param]) -> FrozenParams:
+        return FrozenShards(frozen, self.layout.count(), self.rank, self.world_size)
+
+    def read(self, job: Any) -> None:
+        locals_ = [
+            dataclasses.replace(piece_param(piece, local, piece.param.dtype), shape=local.shape)
+            for piece in self._here.values()
+            for local in [local_shard(piece.param.tensor)]
+        ]
+        if [param.tensor.data_ptr() for param in locals_] != [param.tensor.data_ptr() for param in self._locals]:
+            # FSDP2 has made new shards, as it does when the model is moved or loaded.
+            self._locals = locals_
+            sent = {piece.index for piece in self._mine.values()}
+            own = [param for param in locals_ if param.index in sent]
+            replicas = [param for param in locals_ if param.index not in sent]
+            # Replicas are read first, while the rank's own pieces arrive. Once the own pieces are read, no version
+            # counts as unread, and replicas would not be fetched.
+            fetched: Any = _Fetched(job, replicas)
+            self._weights = [Weights(replicas, fetched)] if replicas else []
+            self._weights.append(Weights(own, job))
+        for weights in self._weights:
+            weights.read()
+
+    def places_of(self, param: Param, memory: Tensor) -> list[Place]:
+        return [self._here[param.index].place(memory)]
+
+    def forget_weights(self) -> None:
+        self._locals, self._weights = [], []
+
+    def _send(self, job: Any, param: Param, gradient: Tensor, scale: float) -> None:
+        check_gradient(param, gradient)
+        local, piece = local_gradient(param, gradient), self._here.get(param.index)
+        if piece is None:
+            return
+        if local.numel() != piece.elements:
+            raise UsageError(f"{param.name} has another shard than when the optimizer was built: build it after fully_shard")
+        if self._samples is not None and piece.replicas:
+            self._samples[param.name] = sample(local)
+        if piece.rank == self.rank:
+            sent = dataclasses.replace(piece_param(piece, local, param.dtype), shape=local.shape)
+            self._outgoing.send(job, sent, local, scale)
+
+    def _end(self, job: Any) -> None:
+        if self._samples is not None:
+            compare([piece for piece in self.layout.pieces() if piece.replicas], collectives.together(lambda: self._samples))
+            self._samples = None
+        super()._end(job)
+
+
+class _Fetched:
+    """Stands for the job in :class:`Weights` of pieces whose gradient another rank sends. Such pieces are fetched,
+    since a read brings only the pieces that this rank sends."""
+
+    def __init__(self, job: Any, params: list[Param]) -> None:
+        self._job, self._params = job, params
+
+    def unread_params(self) -> list[int]:
+        return [] if self._job.unread_weights() is None else [param.index for param in self._params]
+
+    def read_weights(self, places: list[Place]) -> int | None:
+        version: int | None = self._job.unread_weights()
+        if version is not None:
+            self._job.fetch(version, [(place, 0) for place in places]).read()
+        return version
+
+
 def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_size: int) -> Iterator[tuple[Param, Tensor]]:
     """Yields the job's frozen weights on their parameters' devices, one after the other. Each rank pulls its part."""
     shares = [share(param.elements, param.dtype.itemsize, rank, world_size) for param in params]
@@ -528,13 +651,35 @@ def gather_frozen(job: Any, version: int, params: list[Param], rank: int, world_
         del whole
 
 
-def has_ddp(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether a DistributedDataParallel model has some of these tensors as parameters."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    from torch.nn.parallel import DistributedDataParallel
+def ranks_of(options: Options, params: list[Param]) -> Ranks | None:
+    """Returns the ranks with which this one reduces or gathers; None if each rank sends its gradients for the servers to sum.
 
-    mine = {id(tensor) for tensor in tensors}
-    # `isinstance` would read `__class__` of all objects: that takes seconds, and some of torch's objects warn.
-    wrapped = [found for found in gc.get_objects() if DistributedDataParallel in type(found).__mro__]
-    return any(id(tensor) in mine for model in wrapped for tensor in model.parameters())
+    Raises:
+        UsageError: without a process group.
+        InvalidError: if the process group differs from the options' world, or if a parameter cannot be trained so.
+    """
+    sharded = any(is_sharded(param.tensor) for param in params)
+    if not sharded and (options.place()[1] == 1 or options.partition is None):
+        return None
+    rank, world_size = collectives.place()
+    collectives.begin()
+    with collectives.telling():
+        if options.place() != (rank, world_size):
+            given = "rank {} of {}".format(*options.place())
+            limit = f"rank {rank} of {world_size}, as torch.distributed has it"
+            raise invalid("rank and world_size", given, limit, "leave both out, and RANK and WORLD_SIZE to torchrun")
+        if sharded:
+            if options.partition is not None:
+                limit = "None with parameters that are DTensors"
+                raise invalid("partition", repr(options.partition), limit, "leave it out: they are partitions already")
+            return Sharded(params)
+        if options.partition == "all-reduced":
+            return Reduced(params)
+        if collectives.has_ddp(param.tensor for param in params):
+            raise invalid(
+                "partition",
+                "'reduce-scatter' with DistributedDataParallel",
+                "'all-reduced' with it",
+                "it has reduced the gradients already: pass partition='all-reduced', or leave the model unwrapped",
+            )
+        return Scattered(params, torch.float32 if options.reduce_dtype == "fp32" else None)

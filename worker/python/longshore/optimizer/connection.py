@@ -1,157 +1,33 @@
-"""An optimizer's job on its servers, and the state of its current step. The first use opens the job, and the optimizer's end closes it.
+"""An optimizer's job on its servers. The first use opens the job, and the optimizer's end closes it.
 
 The connection owns the Rust half's job, the weights, page-locked memory and the ranks that reduce gradients together. Only the optimizer and
-``longshore.shard`` reach it: on the training thread, and from streaming's hooks on autograd's threads. The parts of the optimizer share one
-:class:`Step`:
-
-====================== ================================================= =====================================
-state                  meaning                                           goes on with
-====================== ================================================= =====================================
-``IDLE``               nothing of the step has left                      a gradient, ``step()``
-``COLLECTING``         gradients of a backward pass are leaving          its other gradients, ``step()``
-``PASSED``             whole backward passes have left                   another pass, ``step()``
-``PUSHED``             ``step()`` sends and commits, or was interrupted  ``flush()``
-``TORN``               parameters may hold weights of two versions       ``flush()``
-``GIVEN_UP``           the step is dropped, and the job joined again     ``zero_grad()``, ``flush()``
-``BROKEN``             other ranks wait for a step that was interrupted  a restart of all ranks
-====================== ================================================= =====================================
-
-A finished commit, read or join returns to ``IDLE``. The training thread changes the state, and so do autograd's
-threads, of which a backward has one for each device. Streaming's hooks therefore hold the lock of the step.
-
-A signal's handler, as that of Ctrl-C, may raise after any call of Python. So a state is set before the act that it
-describes, and an interrupted act leaves the state that tells how to go on.
+``longshore.shard`` reach it: on the training thread, and from streaming's hooks on autograd's threads.
 """
 
-import enum
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from longshore import _longshore
 from longshore.distributed import collectives
-from longshore.distributed.ranks import Ranks
 from longshore.errors import StateError, UsageError, invalid
 from longshore.optimizer.guards import Writes
 from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import weights as _weights
 from longshore.transfer.filling import Filling, FrozenParams
-from longshore.transfer.gradients import Gradients
-from longshore.transfer.job import Hyper, Record, StepReport, settings
+from longshore.transfer.job import Hyper, Record, settings
 from longshore.transfer.options import Options
 from longshore.transfer.params import Columns, Param, dtype_of, fingerprint
 from longshore.transfer.partitions import in_one_piece
 from longshore.transfer.pinned import Lending, LockedMemory
-from longshore.transfer.weights import JobWeights, Weights, WeightsInUnits, is_compiling
+from longshore.transfer.weights import JobWeights, Weights, is_compiling
 
-
-class State(enum.Enum):
-    """State of a step."""
-
-    IDLE = enum.auto()
-    COLLECTING = enum.auto()
-    PASSED = enum.auto()
-    PUSHED = enum.auto()
-    TORN = enum.auto()
-    GIVEN_UP = enum.auto()
-    BROKEN = enum.auto()
-
-
-_COLLECTING = State.COLLECTING
-_INTERRUPTED = (
-    "the last step was interrupted, so this gradient may not be of the newest weights: call optimizer.flush() and zero_grad(), and compute it "
-    "again"
-)
-_WHY = {
-    State.PUSHED: _INTERRUPTED,
-    State.TORN: _INTERRUPTED,
-    State.GIVEN_UP: (
-        "the step in hand was given up, and joining its job again was interrupted: call zero_grad() or flush() of the optimizer, which go on "
-        "with that, and compute the step's gradients again"
-    ),
-    State.BROKEN: (
-        "this step was interrupted after gradients had left, and other ranks wait for it: end all ranks and start them again, and they go on "
-        "from the last step"
-    ),
-}
-
-
-class Step:
-    """The current step.
-
-    Attributes:
-        state: as in the table above.
-        taken: parameters whose gradients of the current backward pass have left.
-        passes: number of whole backward passes.
-        running: autograd's numbers of backward passes that have sent gradients and not run to their end. -1 stands for
-            a ``step()`` that was refused or interrupted, until another backward has run.
-        lock: held while a hook takes a gradient, and while ``step()`` ends the passes.
-        made: number of steps made before the step that ``step()`` is sending and committing.
-        version: the version that the parameters hold while the step is given up.
-    """
-
-    def __init__(self) -> None:
-        self.taken: set[int] = set()
-        self.running: set[int] = set()
-        self.lock = threading.RLock()
-        self.end()
-
-    def end(self) -> None:
-        """Begins the next step: parameters have the newest weights, or wait for them."""
-        self.taken.clear()
-        self.running.clear()
-        self.passes = 0
-        self.made: int | None = None
-        self.version: int | None = None
-        self.state = self._untorn = State.IDLE
-
-    def refuse(self, *states: State) -> None:
-        """Raises if the step is in one of these states, with the way to go on."""
-        if self.state in states:
-            raise UsageError(_WHY[self.state])
-
-    def check_open(self) -> None:
-        """Raises unless gradients may leave."""
-        self.refuse(*_WHY)
-
-    @property
-    def has_begun(self) -> bool:
-        """True if gradients have left of a step that is not decided yet."""
-        return self.state in (State.COLLECTING, State.PASSED, State.GIVEN_UP)
-
-    def take(self, param: int) -> None:
-        """Notes that a parameter's gradient leaves."""
-        self.state = _COLLECTING
-        self.taken.add(param)
-
-    def end_pass(self) -> None:
-        """Ends a backward pass."""
-        self.check_open()
-        self.passes, self.state = self.passes + 1, State.PASSED
-        self.taken.clear()
-
-    def push(self, made: int) -> None:
-        """Marks that ``step()`` sends and commits. The decision makes one more step than ``made``."""
-        self.check_open()
-        self.passes, self.made, self.state = 0, made, State.PUSHED
-
-    def tear(self) -> None:
-        """Marks that parameters are being written, until :meth:`mend`."""
-        if self.state not in (State.TORN, State.GIVEN_UP):
-            self._untorn, self.state = self.state, State.TORN
-
-    def mend(self) -> None:
-        """Marks that parameters have weights of one version."""
-        if self.state is State.TORN:
-            self.state = self._untorn
-
-    def give_up(self, version: int) -> None:
-        """Marks that the step is dropped. The parameters hold ``version``."""
-        self.version, self.state = version, State.GIVEN_UP
+if TYPE_CHECKING:
+    from longshore.distributed.ranks import Ranks
+    from longshore.optimizer.states import Step
 
 
 class Connection:
@@ -164,9 +40,9 @@ class Connection:
         rule: str,
         params: list[Param],
         hypers: list[Hyper],
-        step: Step,
+        step: "Step",
         frozen: list[Param],
-        ranks: Ranks | None,
+        ranks: "Ranks | None",
     ) -> None:
         #: The reducing ranks; None if each rank sends all of its gradients.
         self.ranks = ranks
@@ -426,69 +302,3 @@ class Connection:
             return
         self.version = version
         self.weights.expect()
-
-
-class Connected(torch.optim.Optimizer):
-    """State that the parts of an optimizer share; :class:`longshore.optim.Optimizer` joins the parts."""
-
-    #: The servers' name of the update rule.
-    rule: ClassVar[str]
-    #: Torch's names of the arrays that servers keep beside the master weights.
-    _moments: ClassVar[tuple[str, ...]]
-    #: Fields of :class:`Hyper` that must keep their values of the first step.
-    _lasting: ClassVar[tuple[str, ...]] = ()
-    _options: Options
-    _job_name: str
-    _connection: Connection | None
-    _finalizer: Any
-    _now: Step
-    #: True if servers refused the job, so that a loaded state may restore it.
-    _is_refused: bool
-    _is_version_known: bool
-    #: The handle of the latest state that was taken, until a state is loaded.
-    _taken: dict[str, Any] | None
-    #: A version and the name of its checkpoint on the servers.
-    _checkpointed: tuple[int, str] | None
-    #: Number of updates that made the weights.
-    _applied: Tensor
-    #: Each group's values of the fields in ``_lasting`` in the last step, which was made here or loaded. Empty before
-    #: the first step.
-    _kept: list[list[float]]
-    #: State that fills a new job instead of the parameters' weights.
-    _filling: Filling | None
-    #: The job's trained and frozen parameters, since it was opened.
-    _table: tuple[list[Param], list[Param]] | None
-    #: Names and tensors of parameters in the param groups that do not train.
-    _frozen: list[tuple[str, Tensor]]
-    _gradients: Gradients
-    #: In streaming mode a :class:`longshore.optimizer.step.Stream`, whose module imports this one.
-    _stream: Any
-    #: Weights of the job once the model is in units.
-    _units: WeightsInUnits | None
-
-    #: Report of the newest decided step; None before the first.
-    last_report: StepReport | None
-
-    # Properties and methods of the parts.
-    version: Any
-    passing_checkpoints: Any
-    flush: Callable[[], int]
-    check_model: Callable[[], None]
-    _new_connection: Callable[[], Connection]
-    _opened: Callable[..., Connection]
-    _opened_by_gradients: Callable[[], Connection]
-    _start: Callable[..., Connection]
-    _stream_anew: Callable[[], None]
-    _report: Callable[[Connection], None]
-    _check_unused: Callable[[], None]
-    _guard_clipping: Callable[[], None]
-    _groups_of_job: Callable[[], list[dict[str, Any]]]
-    _lasting_values: Callable[[], list[list[float]]]
-    _table_of_job: Callable[[], tuple[list[Param], list[Param]]]
-    _tensors: Callable[[], list[Tensor]]
-    _hyper: Callable[[dict[str, Any]], Hyper]
-    _check_hyper: Callable[[dict[str, Any]], None]
-
-    @property
-    def _version(self) -> int:
-        return self._connection.version if self._connection else 0

@@ -4,72 +4,36 @@ All calls come from the training thread, but one: the first gradient of streamin
 over the same parameters replaces an older one, for example when a notebook's cell runs again.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import math
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from torch import Tensor
 
-from longshore.distributed import collectives
-from longshore.distributed.dtensor import Sharded
-from longshore.distributed.ranks import Ranks, Reduced, Scattered, has_ddp
 from longshore.errors import LongshoreError, RefusedError, UsageError, invalid, warn
 from longshore.optimizer import guards
-from longshore.optimizer.connection import Connected, Connection, State
 from longshore.optimizer.guards import Groups
+from longshore.optimizer.parts import Connected
+from longshore.optimizer.states import State
 from longshore.transfer import device
-from longshore.transfer import filling as _filling
 from longshore.transfer import params as _params
 from longshore.transfer.job import Hyper
 from longshore.transfer.options import Options, listed
-from longshore.transfer.params import Param
-from longshore.transfer.tensors import UnitParameter, is_built
-from longshore.transfer.weights import Unplaced
+
+if TYPE_CHECKING:
+    from longshore.optimizer.connection import Connection
 
 #: Names of the job's options, which a param group must not have.
 OPTIONS = frozenset(field.name for field in dataclasses.fields(Options))
 
 #: Fields of ``JobSpec`` that may differ when a job is restored from a checkpoint.
 _LEFT_OPEN = ("spec.world_size", "spec.micro_steps", "spec.shard_elements", "spec.tier")
-
-
-def _ranks(options: Options, params: list[Param]) -> Ranks | None:
-    """Returns the ranks with which this one reduces or gathers; None if each rank sends its gradients for the servers to sum.
-
-    Raises:
-        UsageError: without a process group.
-        InvalidError: if the process group differs from the options' world, or if a parameter cannot be trained so.
-    """
-    sharded = any(_params.is_sharded(param.tensor) for param in params)
-    if not sharded and (options.place()[1] == 1 or options.partition is None):
-        return None
-    rank, world_size = collectives.place()
-    collectives.begin()
-    with collectives.telling():
-        if options.place() != (rank, world_size):
-            given = "rank {} of {}".format(*options.place())
-            limit = f"rank {rank} of {world_size}, as torch.distributed has it"
-            raise invalid("rank and world_size", given, limit, "leave both out, and RANK and WORLD_SIZE to torchrun")
-        if sharded:
-            if options.partition is not None:
-                limit = "None with parameters that are DTensors"
-                raise invalid("partition", repr(options.partition), limit, "leave it out: they are partitions already")
-            return Sharded(params)
-        if options.partition == "all-reduced":
-            return Reduced(params)
-        if has_ddp(param.tensor for param in params):
-            raise invalid(
-                "partition",
-                "'reduce-scatter' with DistributedDataParallel",
-                "'all-reduced' with it",
-                "it has reduced the gradients already: pass partition='all-reduced', or leave the model unwrapped",
-            )
-        return Scattered(params, torch.float32 if options.reduce_dtype == "fp32" else None)
 
 
 class Opening(Connected):
@@ -237,18 +201,6 @@ class Opening(Connected):
             LongshoreError: one of :mod:`longshore.errors`.
         """
         self._opened()
-
-    def _new_connection(self) -> Connection:
-        tensors = [tensor for _, tensor in _params.named(self.param_groups)]
-        if self._units is None and any(isinstance(tensor, UnitParameter) and not is_built(tensor) for tensor in tensors):
-            raise UsageError("the model is in units: build its optimizer before shard(), and the model again for another optimizer")
-        params, frozen = self._table_of_job()
-        ranks = _ranks(self._options, params)
-        connection = Connection(self._options, self._job_name, self.rule, params, self._first_hypers, self._now, frozen, ranks)
-        if any(map(is_built, tensors)):
-            connection.weights = Unplaced()
-            self._filling = self._filling or _filling.of_init(params)
-        return connection
 
     def _warn_of_no_name(self) -> None:
         if self._options.job or self._options.server() is not None:

@@ -3,11 +3,13 @@
 A handle has plain containers and one tensor. An optimizer returns to the version that a handle names, from a checkpoint of the servers.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from torch import Tensor
 from longshore import _longshore
 from longshore.distributed import collectives, dtensor
 from longshore.errors import LongshoreError, RefusedError, StateError, invalid, warn
-from longshore.optimizer.connection import Connected, Connection, State
+from longshore.optimizer.parts import Connected
+from longshore.optimizer.states import State
 from longshore.transfer import device
 from longshore.transfer import filling as _filling
 from longshore.transfer import params as _params
@@ -23,6 +26,9 @@ from longshore.transfer.filling import Filling
 from longshore.transfer.job import Record
 from longshore.transfer.params import Param
 from longshore.transfer.tensors import on_host
+
+if TYPE_CHECKING:
+    from longshore.optimizer.connection import Connection
 
 KEY = "longshore"
 _FORMAT = 1

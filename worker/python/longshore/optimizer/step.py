@@ -4,28 +4,34 @@ In streaming mode hooks of :class:`Stream` take gradients on autograd's threads,
 each of them takes longer than its copy. The training thread makes steps. A loss scale comes from the servers or from torch's ``GradScaler``.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import weakref
 from collections.abc import Callable
 from itertools import repeat
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from longshore.distributed import ranks
-from longshore.distributed.ranks import Ranks
+from longshore.distributed import collectives
 from longshore.errors import GradientError, LongshoreError, UsageError, invalid, warn
 from longshore.optimizer import guards
-from longshore.optimizer.connection import Connected, Connection, State
+from longshore.optimizer.parts import Connected
+from longshore.optimizer.states import State
 from longshore.transfer import device
 from longshore.transfer import params as _params
 from longshore.transfer.gradients import ENOUGH, ENOUGH_ON_DEVICE, Group, Pusher
 from longshore.transfer.job import StepReport
 from longshore.transfer.params import Columns, Param, check_gradient
 from longshore.transfer.weights import Weights
+
+if TYPE_CHECKING:
+    from longshore.distributed.ranks import Ranks
+    from longshore.optimizer.connection import Connection
 
 
 _requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -35,7 +41,7 @@ _task = torch._C._current_graph_task_id
 class Stream:
     """Sends gradients of the current step. Hooks hold a weak reference, so the optimizer can be freed."""
 
-    def __init__(self, optimizer: "Stepping") -> None:
+    def __init__(self, optimizer: Stepping) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._hooks: dict[int, Any] = {}
         self._by_tensor: dict[int, Param] = {}
@@ -108,12 +114,12 @@ class Stream:
         optimizer, step = self._optimizer(), self._step
         return optimizer is None or step.passes + (param.index in step.taken) >= optimizer._options.accumulate
 
-    def _open(self) -> tuple["Stepping", Connection]:
+    def _open(self) -> tuple[Stepping, Connection]:
         optimizer = self._optimizer()
         if optimizer is None:
             raise UsageError("the optimizer is gone, and its parameters still train: keep it until training ends")
         if not self._is_checked:
-            if ranks.has_ddp(tensor for group in optimizer.param_groups for tensor in group["params"]):
+            if collectives.has_ddp(tensor for group in optimizer.param_groups for tensor in group["params"]):
                 raise UsageError(
                     "DistributedDataParallel reduces gradients after they have left: use streaming=False with "
                     "partition='all-reduced', or leave the model unwrapped and let the servers sum or pass "
@@ -176,7 +182,7 @@ class Stream:
                 self._leave_together()
             self._step.running.difference_update((-1, task))
 
-    def _leave(self, optimizer: "Stepping", connection: Connection, tensor: Tensor) -> None:
+    def _leave(self, optimizer: Stepping, connection: Connection, tensor: Tensor) -> None:
         step, param, gradient = self._step, self._by_tensor.get(id(tensor)), tensor.grad
         step.check_open()
         if gradient is None:
@@ -285,7 +291,7 @@ class Stream:
         optimizer._check_missing(missing)
         self._end_pass(connection, missing)
 
-    def _take_left(self, optimizer: "Stepping") -> None:
+    def _take_left(self, optimizer: Stepping) -> None:
         """Sends gradients that no hook has seen: backward made them before their parameters had hooks, or the caller wrote ``.grad``."""
         if not self._watches_all:
             self.hook()
@@ -330,7 +336,7 @@ class Stream:
         connection.weights.meet()
         return True
 
-    def _finish_together(self, optimizer: "Stepping", connection: Connection, ranks: Ranks) -> bool:
+    def _finish_together(self, optimizer: Stepping, connection: Connection, ranks: Ranks) -> bool:
         """Implements :meth:`finish` for ranks that reduce gradients together. A rank without gradients takes part in the collectives too."""
         while self._step.passes < optimizer._options.accumulate:
             connection.weights.meet()

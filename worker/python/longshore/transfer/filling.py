@@ -14,9 +14,9 @@ from torch import Tensor
 
 from longshore.errors import GroupsError, StateError, UsageError, invalid, warn
 from longshore.transfer import device
-from longshore.transfer.params import DTYPES, Param, Piece, Place, are_equal, is_rounding, is_sharded
+from longshore.transfer.params import Param, Piece, Place, are_equal, check_tensor, is_rounding, is_sharded
 from longshore.transfer.pinned import host_tensor
-from longshore.transfer.tensors import is_built, on_host
+from longshore.transfer.tensors import is_built, is_in_backward, on_host
 
 
 def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
@@ -87,7 +87,7 @@ def write_frozen(param: Param, weights: Tensor) -> None:
     """
     if torch.equal(weights, param.tensor.to(weights.device)):
         return
-    if torch._C._current_graph_task_id() != -1:
+    if is_in_backward():
         # Streaming opens a job with the first gradient. The backward that made the gradient still needs the weights
         # that its forward used.
         raise UsageError(
@@ -179,25 +179,6 @@ def of_init(params: list[Param]) -> Filling | None:
     if not any(is_built(param.tensor) for param in params):
         return None
     return Filling(None, lambda _, param: param.tensor, lambda _: None)
-
-
-def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, described: bool = False) -> None:
-    """Refuses a value that cannot be a parameter's weights or moments. A tensor that is only ``described`` has no memory."""
-    limit = f"a tensor of {list(shape)}"
-    if not isinstance(found, Tensor):
-        value = "absent" if found is None else type(found).__name__
-        remedy = f"{where} lacks it: take one of this model, or start from its weights alone"
-        raise invalid(name, value, limit, remedy, StateError)
-    if is_sharded(found):
-        remedy = "gather it: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with full_state_dict=True"
-        raise invalid(name, "a DTensor", "a whole tensor", remedy, StateError)
-    if found.dtype not in DTYPES or found.layout is not torch.strided:
-        limit = "dense, of fp32, bf16 or fp16"
-        raise invalid(name, f"{found.dtype}, {found.layout}", limit, "convert it with .float() or .to_dense()", StateError)
-    if found.shape != shape:
-        raise invalid(name, f"of {list(found.shape)}", f"of {list(shape)}, as the parameter", f"{where} is of another model", StateError)
-    if found.device.type == "meta" and not described:
-        raise invalid(name, "on the meta device", "somewhere with memory", "load the tensors, not their shapes alone", StateError)
 
 
 def steps_of(named: Mapping[str, Any], where: str) -> tuple[int, dict[str, int]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from longshore.errors import GradientError, MissingGradientError, UsageError, invalid
+from longshore.errors import GradientError, MissingGradientError, StateError, UsageError, invalid
 from longshore.transfer import device
 
 #: Host memory of a gradient or of weights, as the Rust half takes it: the parameter's index in the job, address, number
@@ -200,6 +200,25 @@ def check(name: str, tensor: Tensor) -> None:
         raise invalid(name, tensor.layout, "dense", "make it dense, or leave it to another optimizer")
     if tensor.dtype not in DTYPES:
         raise invalid(name, tensor.dtype, "fp32, bf16 or fp16", "convert the model, or leave it to another optimizer")
+
+
+def check_tensor(name: str, found: Any, shape: torch.Size, where: str, *, described: bool = False) -> None:
+    """Refuses a value that cannot be a parameter's weights or moments. A tensor that is only ``described`` has no memory."""
+    limit = f"a tensor of {list(shape)}"
+    if not isinstance(found, Tensor):
+        value = "absent" if found is None else type(found).__name__
+        remedy = f"{where} lacks it: take one of this model, or start from its weights alone"
+        raise invalid(name, value, limit, remedy, StateError)
+    if is_sharded(found):
+        remedy = "gather it: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with full_state_dict=True"
+        raise invalid(name, "a DTensor", "a whole tensor", remedy, StateError)
+    if found.dtype not in DTYPES or found.layout is not torch.strided:
+        limit = "dense, of fp32, bf16 or fp16"
+        raise invalid(name, f"{found.dtype}, {found.layout}", limit, "convert it with .float() or .to_dense()", StateError)
+    if found.shape != shape:
+        raise invalid(name, f"of {list(found.shape)}", f"of {list(shape)}, as the parameter", f"{where} is of another model", StateError)
+    if found.device.type == "meta" and not described:
+        raise invalid(name, "on the meta device", "somewhere with memory", "load the tensors, not their shapes alone", StateError)
 
 
 def table(groups: list[dict[str, Any]], *, later: bool = False) -> list[Param]:

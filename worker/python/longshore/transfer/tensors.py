@@ -262,6 +262,11 @@ def _run_backward(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(zeros(tensor) if gradient is None else gradient for gradient, tensor in zip(found, inputs, strict=True))
 
 
+def is_in_backward() -> bool:
+    """Returns whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _edges_of(given: Any) -> Any:
     if isinstance(given, (tuple, list)):
         return tuple(map(_edges_of, given))

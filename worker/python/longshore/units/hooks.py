@@ -4,21 +4,26 @@
 recomputes a module, and puts the unit's hooks on top of its own.
 """
 
+from __future__ import annotations
+
 import contextlib
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from longshore.errors import UsageError
-from longshore.units.model import Member, Unit
-from longshore.units.residency import Residency, is_in_backward
+from longshore.transfer.tensors import is_in_backward
+
+if TYPE_CHECKING:
+    from longshore.units.model import Member, Unit
+    from longshore.units.residency import Residency
 
 _graph: Any = torch._C._autograd
 #: torch's context of saved-tensor hooks around a function that is checkpointed without reentrance. None if this torch

@@ -4,6 +4,8 @@
 stays until its node has run.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -13,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,12 @@ from torch.autograd import Variable
 
 from longshore.errors import ShortageError, UsageError, invalid, warn
 from longshore.transfer import tensors
-from longshore.units.fetch import Fetch, Source, UnitStreams
+from longshore.transfer.tensors import is_in_backward
 from longshore.units.model import Member, Order, Unit
+from longshore.units.rounds import UnitStreams
+
+if TYPE_CHECKING:
+    from longshore.units.fetching import Fetch, Fetcher
 
 
 class _End:
@@ -82,11 +88,6 @@ class Nodes:
         _, given = self._given.pop(backward, (None, []))
         for unit in given:
             unit.pins -= 1
-
-
-def is_in_backward() -> bool:
-    """Returns whether this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Resident:
@@ -226,7 +227,7 @@ class Residency:
         epoch: number of times that new weights came for the trained parameters.
     """
 
-    def __init__(self, units: list[Unit], fetcher: Source, room: int | None) -> None:
+    def __init__(self, units: list[Unit], fetcher: Fetcher, room: int | None) -> None:
         self.units = units
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._nbytes = {unit: unit.nbytes for unit in units}

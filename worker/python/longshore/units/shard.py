@@ -25,11 +25,11 @@ from longshore.transfer.params import Param, Place
 from longshore.transfer.pinned import Lending
 from longshore.transfer.tensors import UnitParameter, UnitTensor
 from longshore.units import model as _model
-from longshore.units.fetch import Rounds
 from longshore.units.fetching import Fetcher
 from longshore.units.hooks import ModuleHooks, Saving
 from longshore.units.model import Member, Named, Span, Spans, Unit, in_one_piece
 from longshore.units.residency import Residency
+from longshore.units.rounds import Rounds
 
 
 class Sharded:
