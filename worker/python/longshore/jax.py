@@ -75,18 +75,16 @@ class Client:
         if len(set(self._names)) != len(leaves):
             twice = next(name for number, name in enumerate(self._names) if name in self._names[:number])
             raise invalid(twice, "the name of two leaves", "of one", "take the dots out of the keys of dictionaries")
-        self._placed = [getattr(leaf, "sharding", None) for leaf in leaves]
-        apart = [] if decays is None else self._left_out(decays)
+        # An uncommitted leaf stays so: a committed one in its place would have jitted functions compiled again.
+        self._placed = [leaf.sharding if getattr(leaf, "committed", False) else None for leaf in leaves]
+        flags, tree = jax.tree_util.tree_flatten(decays) if decays is not None else ([True] * len(leaves), self._tree)
+        if tree != self._tree:
+            raise invalid("decays", str(tree), f"like params, {self._tree}", "give a boolean for each leaf")
+        apart = [name for name, flag in zip(self._names, flags, strict=True) if not flag]
         self._is_grouped = bool(apart)
         self._inner = client.Client(
             self._by_name(leaves), self._each(hyper), rule=rule, groups=[apart] if apart else [], **options
         )
-
-    def _left_out(self, decays: Tree) -> list[str]:
-        flags, tree = jax.tree_util.tree_flatten(decays)
-        if tree != self._tree:
-            raise invalid("decays", str(tree), f"like params, {self._tree}", "give a boolean for each leaf")
-        return [name for name, flag in zip(self._names, flags, strict=True) if not flag]
 
     def _each(self, hyper: Hyper | tuple[Hyper, Hyper]) -> Hyper | tuple[Hyper, ...]:
         if not self._is_grouped or not isinstance(hyper, Hyper):

@@ -93,9 +93,12 @@ def test_two_hundred_steps_agree_with_optax() -> None:
 def test_the_client_for_trees_agrees_with_optax_and_keeps_placement() -> None:
     params = init()
     hyper = longshore.Hyper(lr=LR, beta1=EXACT["b1"], beta2=EXACT["b2"], weight_decay=EXACT["weight_decay"])
+    params["scale"] = jax.device_put(params["scale"], jax.devices()[0])
+    committed = [leaf.committed for leaf in jax.tree_util.tree_leaves(params)]
     with_client = longshore.jax.Client(params, hyper)
     for step in range(STEPS):
         params = with_client.step(gradient(params, batch(step)))
+    assert [leaf.committed for leaf in jax.tree_util.tree_leaves(params)] == committed
     assert distance(params, trained(optax.adamw(LR, **EXACT))[0]) < 1e-6
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(params))
     assert jax.tree_util.tree_structure(params) == jax.tree_util.tree_structure(init())
