@@ -95,7 +95,7 @@ def test_budgets_in_words(text: str, found: int | None) -> None:
 
 def test_budgets_that_cannot_be() -> None:
     model, optimizer, size = deep()
-    for budget, said in ((None, "given on a CPU"), ("8 apples", "a number of bytes"), ("-1GiB", "write it as"), (0, "above 0")):
+    for budget, said in ((None, "given on a CPU"), ("8 apples", "a number of bytes"), ("-1GiB", "write it as"), ("0GiB", "above 0"), (0, "above 0")):
         with pytest.raises(errors.InvalidError, match=f"budget is .*{said}"):
             longshore.shard(model, optimizer, budget)
     with pytest.raises(errors.InvalidError, match=r"unit layers\.\d has 4704 bytes of weights, and gradients take up to 4704"):

@@ -8,7 +8,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -215,7 +214,8 @@ def _named(model: nn.Module, named: Sequence[Named]) -> dict[str, nn.Module]:
     for item in named:
         hits = {name: module for name, module in modules.items() if _is_meant(item, name, module)}
         if not hits:
-            raise invalid("units", _shown(item), "a module of the model", "print(model) shows its modules' names and classes")
+            shown = repr(item) if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
+            raise invalid("units", shown, "a module of the model", "print(model) shows its modules' names and classes")
         found |= hits
     for name, module in found.items():
         inside = [other for other, part in found.items() if part is not module and any(part is m for m in module.modules())]
@@ -232,10 +232,6 @@ def _is_meant(item: Named, name: str, module: nn.Module) -> bool:
     return module is item
 
 
-def _shown(item: Any) -> str:
-    return repr(item) if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
-
-
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -245,10 +241,12 @@ def budget(given: int | str) -> int:
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+) *([KMGT]I?)?B?", given.strip().upper())
         if match is None:
             raise invalid("budget", repr(given), "a number of bytes", 'write it as "6GiB", "500MB" or a number')
-        return int(float(match[1]) * _FACTORS[match[2] or ""])
-    if given <= 0:
-        raise invalid("budget", given, "above 0", "say how many bytes weights and gradients may take")
-    return int(given)
+        room = int(float(match[1]) * _FACTORS[match[2] or ""])
+    else:
+        room = int(given)
+    if room <= 0:
+        raise invalid("budget", repr(given), "above 0", "say how many bytes weights and gradients may take")
+    return room
 
 
 def own_memory(member: Member) -> None:
