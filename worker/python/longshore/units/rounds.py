@@ -215,12 +215,12 @@ class Rounds:
                 try:
                     collective.wait("units that ranks gather")
                 except RuntimeError as error:
-                    failure = error  # the other gathers may still write
+                    failure = failure or error  # the other gathers may still write
         except BaseException:
             _let_end(gathering)
             raise
         if failure is not None:
-            self._give_up("what they have pulled", failure)
+            self._give_up("a gather of units", failure)
 
     def _ends_together(self, wish: _Wish, where: str) -> bool:
         while True:
