@@ -1,7 +1,6 @@
 """DeepSpeed's interface: ``longshore.initialize`` and an engine with ``forward``, ``backward`` and ``step``.
 
-Gradients leave as backward makes them; servers add up the micro-steps and clip, as ZeRO-2 with offloading does. :class:`Asked` has the
-getters under DeepSpeed's names.
+Gradients leave as backward makes them; servers add up the micro-steps and clip, as ZeRO-2 with offloading does.
 """
 
 import contextlib
@@ -26,12 +25,110 @@ from longshore.units.shard import shard
 __all__ = ["Engine", "initialize"]
 
 
-class Asked(nn.Module):
-    """The getters of an engine, under DeepSpeed's names."""
+def optimizer_of(given: Any, params: Any, settings: Config) -> optim.Optimizer:
+    """Returns the passed optimizer, or the configuration's."""
+    if given is None:
+        return settings.optimizer(params, optim.RULES)
+    if settings.optimizer_type is not None:
+        raise invalid("optimizer", type(given).__name__, "given once", "pass optimizer= or name one in the config")
+    made = given if isinstance(given, torch.optim.Optimizer) else given(params)
+    if not isinstance(made, optim.Optimizer):
+        remedy = "pass longshore's of the same name, or name optimizer.type in the config"
+        raise invalid("optimizer", type(made).__name__, "an optimizer of longshore", remedy)
+    if settings.is_clip_given and settings.clip != made.max_grad_norm:
+        limit = f"{made.max_grad_norm}, the max_grad_norm of the optimizer that was passed"
+        raise invalid("gradient_clipping", settings.clip, limit, "leave it out of the config, or give the optimizer the same")
+    streams, accumulate = made.accumulates
+    if streams and accumulate != settings.micro_steps:
+        limit = f"{accumulate}, the accumulate= of the optimizer that was passed"
+        raise invalid("gradient_accumulation_steps", settings.micro_steps, limit, "give the optimizer the same")
+    return made
 
-    module: nn.Module
-    optimizer: optim.Optimizer
-    _config: Config
+
+def scheduler_of(given: Any, optimizer: optim.Optimizer, settings: Config) -> Any:
+    """Returns the passed scheduler, or the configuration's; None without either."""
+    if given is None:
+        return settings.scheduler(optimizer)
+    if settings.scheduler_type is not None:
+        raise invalid("scheduler", type(given).__name__, "given once", "pass lr_scheduler= or name one in the config")
+    return given if hasattr(given, "step") else given(optimizer)
+
+
+def loader_of(data: Any, optimizer: optim.Optimizer, collate_fn: Any, settings: Config) -> Any:
+    """Returns a loader of a dataset's micro-batches, for this rank's part."""
+    rank, world_size = optimizer.rank
+    sampler: Any = torch.utils.data.DistributedSampler(data, world_size, rank) if world_size > 1 else None
+    return torch.utils.data.DataLoader(
+        data,
+        settings.micro_batch,
+        shuffle=sampler is None,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=settings.drops_last,
+    )
+
+
+def _advance(scheduler: LRScheduler, steps: int) -> None:
+    """Makes the steps of a scheduler that an earlier process has made."""
+    with warnings.catch_warnings():
+        # torch warns of a scheduler's step before the optimizer's first step. Here an earlier process has made that
+        # step.
+        warnings.filterwarnings("ignore", "Detected call of", UserWarning)
+        try:
+            for _ in range(steps):
+                scheduler.step()
+        except ValueError as error:  # OneCycleLR raises after its last step
+            remedy = "give it the steps of the whole run, or name another job= for a new run"
+            raise invalid("lr_scheduler", f"{type(scheduler).__name__} ({error})", f"one of at least {steps} steps, as the job has", remedy) from error
+
+
+class Engine(nn.Module):
+    """A model that trains against optimizer servers.
+
+    Attributes:
+        module: the model. Attributes that the engine lacks are looked up in it.
+        optimizer: its :class:`longshore.optim.Optimizer`.
+        lr_scheduler: stepped with every optimizer step that was not skipped, if there is one.
+        global_steps: optimizer steps so far; micro_steps: backward passes so far; skipped_steps: steps that overflowed.
+        global_samples: examples so far, of all ranks.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, lr_scheduler: Any, config: Config) -> None:
+        super().__init__()
+        self.module = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self._config = config
+        self._go_on()
+        #: Number of backward passes of the current step, and number of calls of step() since the step began.
+        self._passes = self._calls = 0
+        #: True if a backward pass was interrupted, so that nobody knows which gradients of the step were sent.
+        self._is_broken_off = False
+        self._forced_boundary: bool | None = None
+        self._was_applied = False
+
+    def _go_on(self) -> None:
+        """Takes counters and schedule from a job that an earlier process has trained."""
+        optimizer, scheduler = self.optimizer, self.lr_scheduler
+        is_untold, made, applied = not optimizer._is_version_known, optimizer.global_step, int(optimizer._applied)
+        # A job that was filled with state counts the updates that made the state. The count may exceed the job's steps.
+        self.global_steps = max(made, applied)
+        self.skipped_steps = self.global_steps - applied
+        self.micro_steps = self.global_steps * self._config.micro_steps
+        self.global_samples = self.global_steps * self.train_batch_size()
+        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
+            if scheduler.last_epoch == 0:
+                _advance(scheduler, applied)
+        elif scheduler is not None and is_untold:
+            optimizer._is_version_known = False  # makes the first step warn of earlier steps
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    # Getters under DeepSpeed's names
 
     def train_batch_size(self) -> int:
         """Returns the examples a step, of all ranks."""
@@ -107,110 +204,6 @@ class Asked(nn.Module):
     @property
     def local_rank(self) -> int:
         return int(os.environ.get("LOCAL_RANK", 0))
-
-
-def optimizer_of(given: Any, params: Any, settings: Config) -> optim.Optimizer:
-    """Returns the passed optimizer, or the configuration's."""
-    if given is None:
-        return settings.optimizer(params, optim.RULES)
-    if settings.optimizer_type is not None:
-        raise invalid("optimizer", type(given).__name__, "given once", "pass optimizer= or name one in the config")
-    made = given if isinstance(given, torch.optim.Optimizer) else given(params)
-    if not isinstance(made, optim.Optimizer):
-        remedy = "pass longshore's of the same name, or name optimizer.type in the config"
-        raise invalid("optimizer", type(made).__name__, "an optimizer of longshore", remedy)
-    if settings.is_clip_given and settings.clip != made.max_grad_norm:
-        limit = f"{made.max_grad_norm}, the max_grad_norm of the optimizer that was passed"
-        raise invalid("gradient_clipping", settings.clip, limit, "leave it out of the config, or give the optimizer the same")
-    streams, accumulate = made.accumulates
-    if streams and accumulate != settings.micro_steps:
-        limit = f"{accumulate}, the accumulate= of the optimizer that was passed"
-        raise invalid("gradient_accumulation_steps", settings.micro_steps, limit, "give the optimizer the same")
-    return made
-
-
-def scheduler_of(given: Any, optimizer: optim.Optimizer, settings: Config) -> Any:
-    """Returns the passed scheduler, or the configuration's; None without either."""
-    if given is None:
-        return settings.scheduler(optimizer)
-    if settings.scheduler_type is not None:
-        raise invalid("scheduler", type(given).__name__, "given once", "pass lr_scheduler= or name one in the config")
-    return given if hasattr(given, "step") else given(optimizer)
-
-
-def loader_of(data: Any, optimizer: optim.Optimizer, collate_fn: Any, settings: Config) -> Any:
-    """Returns a loader of a dataset's micro-batches, for this rank's part."""
-    rank, world_size = optimizer.rank
-    sampler: Any = torch.utils.data.DistributedSampler(data, world_size, rank) if world_size > 1 else None
-    return torch.utils.data.DataLoader(
-        data,
-        settings.micro_batch,
-        shuffle=sampler is None,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=settings.drops_last,
-    )
-
-
-def _advance(scheduler: LRScheduler, steps: int) -> None:
-    """Makes the steps of a scheduler that an earlier process has made."""
-    with warnings.catch_warnings():
-        # torch warns of a scheduler's step before the optimizer's first step. Here an earlier process has made that
-        # step.
-        warnings.filterwarnings("ignore", "Detected call of", UserWarning)
-        try:
-            for _ in range(steps):
-                scheduler.step()
-        except ValueError as error:  # OneCycleLR raises after its last step
-            remedy = "give it the steps of the whole run, or name another job= for a new run"
-            raise invalid("lr_scheduler", f"{type(scheduler).__name__} ({error})", f"one of at least {steps} steps, as the job has", remedy) from error
-
-
-class Engine(Asked):
-    """A model that trains against optimizer servers.
-
-    Attributes:
-        module: the model. Attributes that the engine lacks are looked up in it.
-        optimizer: its :class:`longshore.optim.Optimizer`.
-        lr_scheduler: stepped with every optimizer step that was not skipped, if there is one.
-        global_steps: optimizer steps so far; micro_steps: backward passes so far; skipped_steps: steps that overflowed.
-        global_samples: examples so far, of all ranks.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, lr_scheduler: Any, config: Config) -> None:
-        super().__init__()
-        self.module = model
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self._config = config
-        self._go_on()
-        #: Number of backward passes of the current step, and number of calls of step() since the step began.
-        self._passes = self._calls = 0
-        #: True if a backward pass was interrupted, so that nobody knows which gradients of the step were sent.
-        self._is_broken_off = False
-        self._forced_boundary: bool | None = None
-        self._was_applied = False
-
-    def _go_on(self) -> None:
-        """Takes counters and schedule from a job that an earlier process has trained."""
-        optimizer, scheduler = self.optimizer, self.lr_scheduler
-        is_untold, made, applied = not optimizer._is_version_known, optimizer.global_step, int(optimizer._applied)
-        # A job that was filled with state counts the updates that made the state. The count may exceed the job's steps.
-        self.global_steps = max(made, applied)
-        self.skipped_steps = self.global_steps - applied
-        self.micro_steps = self.global_steps * self._config.micro_steps
-        self.global_samples = self.global_steps * self.train_batch_size()
-        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
-            if scheduler.last_epoch == 0:
-                _advance(scheduler, applied)
-        elif scheduler is not None and is_untold:
-            optimizer._is_version_known = False  # makes the first step warn of earlier steps
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
     # A step
 
@@ -473,7 +466,6 @@ class Engine(Asked):
 
 
 def _cast(values: Any) -> Any:
-    """Returns inputs with every floating-point tensor in fp16."""
     cast = lambda value: value.half() if isinstance(value, Tensor) and value.is_floating_point() else value  # noqa: E731
     return torch.utils._pytree.tree_map(cast, values)
 

@@ -139,7 +139,6 @@ class Strategy(SingleDeviceStrategy):
 
 
 def _here() -> torch.device:
-    """Returns the accelerator, or else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 

@@ -242,8 +242,23 @@ def save_deepspeed(
         whole = {"state": {0: {_STEP: device.host_number(applied)}}, "param_groups": groups}
         state = {"param_groups": groups, "optimizer_state_dict": whole, "ds_version": _DEEPSPEED}
         torch.save(state, made / "zero" / _OPTIMIZER)
+        # Values that DeepSpeed's engine needs beside parameters.
+        rest: dict[str, Any] = {
+            "module": {},
+            "buffer_names": [],
+            "optimizer": None,
+            "lr_scheduler": lr_scheduler.state_dict() if lr_scheduler is not None else None,
+            "sparse_tensor_module_names": [],
+            "skipped_steps": 0,
+            "global_steps": applied,
+            "global_samples": 0,
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "ds_config": {},
+            "ds_version": _DEEPSPEED,
+        }
         for name in _MODEL_STATES:
-            torch.save(_model_states(applied, lr_scheduler), made / name)
+            torch.save(rest, made / name)
     _files.replace(Path(folder) / "latest_universal", lambda draft: draft.write_text(tag))
     return tag
 
@@ -338,24 +353,6 @@ def _states(zero: Path) -> tuple[Path, dict[str, Any] | None]:
         return path, None
 
 
-def _model_states(applied: int, lr_scheduler: Any) -> dict[str, Any]:
-    """Returns the values that DeepSpeed's engine needs of a checkpoint beside parameters."""
-    return {
-        "module": {},
-        "buffer_names": [],
-        "optimizer": None,
-        "lr_scheduler": lr_scheduler.state_dict() if lr_scheduler is not None else None,
-        "sparse_tensor_module_names": [],
-        "skipped_steps": 0,
-        "global_steps": applied,
-        "global_samples": 0,
-        "dp_world_size": 1,
-        "mp_world_size": 1,
-        "ds_config": {},
-        "ds_version": _DEEPSPEED,
-    }
-
-
 class Saving:
     """Makes the servers write a checkpoint for each save of a framework, whose adapter calls this class.
 
@@ -383,13 +380,6 @@ class Saving:
     def _is_wanted(self, optimizer: Optimizer) -> bool:
         return self._checkpoint is not False and not self._is_lost(optimizer)
 
-    def _save_here(self, optimizer: Optimizer) -> None:
-        """Puts the full state into the framework's own file, since the server ends with this process."""
-        optimizer.saves_all = optimizer.is_in_memory
-        if not optimizer.saves_all and not self._has_warned:
-            self._has_warned = True
-            warn(f"job {optimizer.job} ends with this process, so nothing can go back to this save: name servers= and job=")
-
     def save(self, optimizer: Optimizer, step: int) -> None:
         """Brings the newest weights into the parameters, and on rank 0 has a checkpoint written, which ``state_dict`` then names.
 
@@ -402,7 +392,10 @@ class Saving:
         optimizer.check_model()
         optimizer.flush()
         if self._is_lost(optimizer):
-            self._save_here(optimizer)
+            self.begin(optimizer)
+            if not optimizer.saves_all and not self._has_warned:
+                self._has_warned = True
+                warn(f"job {optimizer.job} ends with this process, so nothing can go back to this save: name servers= and job=")
         if not self._is_wanted(optimizer) or not optimizer.is_first_rank:
             return
         try:

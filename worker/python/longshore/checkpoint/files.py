@@ -43,12 +43,16 @@ def mapped(path: Path, content: Callable[[], Any]) -> Any:
     # The file gets all its blocks now. With a full drive, a later write to a hole in the mapping would kill the
     # process.
     with path.open("r+b") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-        except OSError as error:
-            raise invalid(str(path), error.strerror, "with room for the tensors", "free space there", LongshoreError) from error
+        _allocate(path, file.fileno(), os.fstat(file.fileno()).st_size, "tensors")
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+
+
+def _allocate(path: Path, file: int, nbytes: int, what: str) -> None:
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        raise invalid(str(path), error.strerror, f"with room for the {what}", "free space there", LongshoreError) from error
 
 
 @contextlib.contextmanager
@@ -245,10 +249,7 @@ def _create(
     with path.open("w+b") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
-        try:
-            os.posix_fallocate(file.fileno(), 0, max(data + end, data))
-        except OSError as error:
-            raise invalid(str(path), error.strerror, "with room for the weights", "free space there", LongshoreError) from error
+        _allocate(path, file.fileno(), data + end, "weights")
         memory = mmap.mmap(file.fileno(), data + end)
     for name in order:
         dtype, shape = described[name]

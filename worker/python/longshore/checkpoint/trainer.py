@@ -48,7 +48,6 @@ def _generators() -> dict[str, Any]:
 
 
 def _restore(states: dict[str, Any]) -> None:
-    """Restores the generators from :func:`_generators`."""
     random.setstate(states["python"])
     torch.random.set_rng_state(states["cpu"])
     if "numpy" in states:
@@ -262,7 +261,7 @@ class Callback(TrainerCallback):
             _leave_unwrapped(model, args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        optimizer, scheduler = _ours(kwargs), kwargs.get("lr_scheduler")
+        optimizer, scheduler = unwrapped(kwargs.get("optimizer")), kwargs.get("lr_scheduler")
         if optimizer is None:
             return
         if (model := kwargs.get("model")) is not None:
@@ -308,7 +307,7 @@ class Callback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best, self._best = self._best, None
-        optimizer = _ours(kwargs)
+        optimizer = unwrapped(kwargs.get("optimizer"))
         if best is None or optimizer is None:
             return
         if state.best_model_checkpoint is not None:
@@ -333,7 +332,7 @@ class Callback(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        optimizer = _ours(kwargs)
+        optimizer = unwrapped(kwargs.get("optimizer"))
         if optimizer is None:
             return
         if control.should_evaluate or control.should_training_stop:
@@ -351,14 +350,14 @@ class Callback(TrainerCallback):
             self._generators = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        optimizer = _ours(kwargs)
+        optimizer = unwrapped(kwargs.get("optimizer"))
         if optimizer is not None:
             # on_step_end does not know of some saves, for example of the best model.
             self._saving.save(optimizer, state.global_step)
             self._saved_logs = len(state.log_history)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        optimizer = _ours(kwargs)
+        optimizer = unwrapped(kwargs.get("optimizer"))
         if logs is None or optimizer is None or optimizer.last_report is None or "loss" not in logs:
             return
         report = optimizer.last_report
@@ -383,7 +382,3 @@ def _leave_unwrapped(model: torch.nn.Module, args: TrainingArguments) -> None:
     if args.bf16 or args.fp16:
         casts = torch.autocast(args.device.type, torch.bfloat16 if args.bf16 else torch.float16)
         model.forward = convert_outputs_to_fp32(casts(model.forward))
-
-
-def _ours(kwargs: dict[str, Any]) -> Optimizer | None:
-    return unwrapped(kwargs.get("optimizer"))

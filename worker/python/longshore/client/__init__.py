@@ -175,21 +175,16 @@ class Client:
         """
         taken = []
         for name, value in gradients.items():
-            param = self._param(name)
+            if name not in self._by_name:
+                known = ", ".join(list(self._by_name)[:4])
+                remedy = "push gradients by the names that the client was given"
+                raise invalid(f"gradient of {name}", "of no parameter", f"of one of {known}, ...", remedy, GradientError)
+            param = self._by_name[name]
             array = _arrays.readable(f"gradient of {name}", value)
             _arrays.check_like(f"gradient of {name}", array, param.shape)
             taken.append((param, array))
-        self._check_pushed(param for param, _ in taken)
-        self._has_begun = True
-        self._job.begin_step()
-        self._job.push([(param.index, array.address, param.elements, array.wire) for param, array in taken], float(scale))
-        self._pushed.update(param.index for param, _ in taken)
-        if len(self._pushed) == len(self._params):
-            self._end_micro_step()
-
-    def _check_pushed(self, params: Any) -> None:
         accumulate = self._options.accumulate
-        for param in params:
+        for param, _ in taken:
             if param.index in self._pushed or self._micro_steps >= accumulate:
                 raise invalid(
                     f"gradient of {param.name}",
@@ -199,6 +194,12 @@ class Client:
                     "interrupted",
                     GradientError,
                 )
+        self._has_begun = True
+        self._job.begin_step()
+        self._job.push([(param.index, array.address, param.elements, array.wire) for param, array in taken], float(scale))
+        self._pushed.update(param.index for param, _ in taken)
+        if len(self._pushed) == len(self._params):
+            self._end_micro_step()
 
     def _end_micro_step(self) -> None:
         self._job.end_micro_step()
@@ -287,17 +288,13 @@ class Client:
         """
         if dtype not in (None, "fp32", "bf16", "fp16"):
             raise invalid("dtype", dtype, "fp32, bf16 or fp16", "choose one of them")
-        if out is None:
-            given = {param.name: _arrays.empty(param.shape, dtype or param.wire) for param in self._params}
-        else:
-            for param in self._params:
-                if param.name not in out:
-                    raise invalid("out", f"without {param.name}", "an array for each parameter", "add it")
-            given = {param.name: out[param.name] for param in self._params}
-        targets = {}
-        for param in self._params:
-            targets[param.name] = _arrays.writable(param.name, given[param.name])
-            _arrays.check_like(param.name, targets[param.name], param.shape)
+        given, targets = {}, {}
+        for name, param in self._by_name.items():
+            if out is not None and name not in out:
+                raise invalid("out", f"without {name}", "an array for each parameter", "add it")
+            given[name] = _arrays.empty(param.shape, dtype or param.wire) if out is None else out[name]
+            targets[name] = _arrays.writable(name, given[name])
+            _arrays.check_like(name, targets[name], param.shape)
         places = _places(self._params, targets)
         version = self._job.read_weights(places)
         if version is None:
@@ -354,14 +351,6 @@ class Client:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"a client cannot be copied or pickled: its state is job {self._name} on its servers")
 
-    def _param(self, name: str) -> _Param:
-        try:
-            return self._by_name[name]
-        except KeyError:
-            known = ", ".join(list(self._by_name)[:4])
-            remedy = "push gradients by the names that the client was given"
-            raise invalid(f"gradient of {name}", "of no parameter", f"of one of {known}, ...", remedy, GradientError) from None
-
     def _each(self, hyper: Hyper | Sequence[Hyper]) -> list[Hyper]:
         hypers = [hyper] * self._groups if isinstance(hyper, Hyper) else list(hyper)
         if len(hypers) != self._groups:
@@ -401,7 +390,6 @@ def _table(arrays: Mapping[str, _arrays.HostArray | Shape], groups: Sequence[Col
 
 
 def _places(params: Sequence[_Param], arrays: Mapping[str, Any]) -> list[tuple[int, int, int, str]]:
-    """Returns the places of the parameters' elements."""
     return [(param.index, arrays[param.name].address, param.elements, arrays[param.name].wire) for param in params]
 
 

@@ -86,7 +86,12 @@ def readable(name: str, value: Any) -> HostArray:
         found = _of_dlpack(name, value, writable=False)
         if found is not None:
             return found
-    return _of_numpy(name, np.ascontiguousarray(_as_numpy(name, value)), value)
+    try:
+        array = np.ascontiguousarray(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as why:
+        remedy = f"copy it to the host first ({why})"
+        raise invalid(name, type(value).__name__, "an array in the host's memory", remedy) from why
+    return _of_numpy(name, array, value)
 
 
 def writable(name: str, value: Any) -> HostArray:
@@ -126,14 +131,6 @@ def empty(shape: tuple[int, ...], wire: str) -> np.ndarray[Any, Any]:
         remedy = "install ml_dtypes, which gives NumPy that type; or pass dtype='fp32', or arrays of yours as out="
         raise invalid("dtype", "bf16", "fp32 or fp16, which NumPy has", remedy) from None
     return np.empty(shape, ml_dtypes.bfloat16)
-
-
-def _as_numpy(name: str, value: Any) -> np.ndarray[Any, Any]:
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError, BufferError) as why:
-        remedy = f"copy it to the host first ({why})"
-        raise invalid(name, type(value).__name__, "an array in the host's memory", remedy) from why
 
 
 def _of_numpy(name: str, array: np.ndarray[Any, Any], given: Any) -> HostArray:

@@ -149,11 +149,7 @@ class Config:
             remedy = "write gradient_clipping at the top of the config"
             raise invalid("optimizer.params.max_grad_norm", arguments["max_grad_norm"], "left out", remedy)
         known = [name for name in inspect.signature(kind).parameters if name not in ("params", "options")]
-        for name, value in arguments.items():
-            if name not in known:
-                raise invalid(f"optimizer.params.{name}", repr(value), "one of " + ", ".join(known), _near(name, known))
-            if value == "auto":
-                raise _auto(f"optimizer.params.{name}")
+        _check_arguments("optimizer.params", arguments, known)
         if "betas" in arguments:
             arguments["betas"] = tuple(arguments["betas"])
         return kind, arguments
@@ -184,11 +180,7 @@ class Config:
         kind = getattr(schedules, self.scheduler_type)
         parameters = {name: found for name, found in inspect.signature(kind).parameters.items() if name != "optimizer"}
         known = list(parameters)
-        for name, value in self.scheduler_params.items():
-            if name not in known:
-                raise invalid(f"scheduler.params.{name}", repr(value), "one of " + ", ".join(known), _near(name, known))
-            if value == "auto":
-                raise _auto(f"scheduler.params.{name}")
+        _check_arguments("scheduler.params", self.scheduler_params, known)
         for name, parameter in parameters.items():
             if parameter.default is parameter.empty and name not in self.scheduler_params:
                 raise invalid(f"scheduler.params.{name}", None, f"given for {self.scheduler_type}", "write the number")
@@ -329,9 +321,14 @@ def _warn(path: str, what: str) -> None:
     warn(f"{path} changes nothing here: {what}")
 
 
-def _near(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {close[0]}?" if close else "take it out"
+def _check_arguments(section: str, arguments: dict[str, Any], known: list[str]) -> None:
+    for name, value in arguments.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean {close[0]}?" if close else "take it out"
+            raise invalid(f"{section}.{name}", repr(value), "one of " + ", ".join(known), remedy)
+        if value == "auto":
+            raise _auto(f"{section}.{name}")
 
 
 class _Keys:

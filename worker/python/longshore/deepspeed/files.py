@@ -30,57 +30,45 @@ Engine = Any
 def save(
     engine: Engine, folder: Path, tag: str, client_state: Mapping[str, Any] | None, is_latest: bool, leaves_frozen: bool
 ) -> None:
-    """Writes a tag's folder. Rank 0 writes; the others wait for it if they can, and raise its error."""
+    """Has the servers write a checkpoint, and writes a tag's folder beside it. An earlier save of the tag stays complete until this one is.
+    Rank 0 writes; the others wait for it if they can, and raise its error."""
     optimizer = engine.optimizer
     version = optimizer.flush()
 
     def write() -> None:
-        if optimizer.is_first_rank:
-            _write(engine, folder, tag, version, client_state, is_latest, leaves_frozen)
+        if not optimizer.is_first_rank:
+            return
+        kept = optimizer._write_checkpoint(tag)
+        parameters = {name for name, _ in engine.module.named_parameters()}
+        left_out = parameters if leaves_frozen else _trained(engine)
+        state = {
+            "optimizer": optimizer.state_dict(),
+            "checkpoint": kept,
+            "version": version,
+            "module": {key: value for key, value in engine.module.state_dict().items() if key not in left_out},
+            "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+            "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "client_state": dict(client_state or {}),
+            "servers": None,
+        }
+        (folder / tag).mkdir(parents=True, exist_ok=True)
+        place = optimizer.passing_checkpoints
+        if place is not None:
+            state["servers"] = _copy(place / optimizer.job / kept, folder / tag, _SERVERS)
+        files.replace(folder / tag / _STATE, lambda path: torch.save(state, path))
+        # The new engine.pt makes two kinds of folders useless: checkpoints of the tag's earlier saves, and leftovers of
+        # interrupted saves.
+        for pattern in (_SERVERS, f"{_SERVERS}.[0-9]*", files.DRAFTS):
+            for found in (folder / tag).glob(pattern):
+                if found.name != state["servers"]:
+                    shutil.rmtree(found, ignore_errors=True)
+        if is_latest:
+            files.replace(folder / "latest", lambda path: path.write_text(tag))
 
     if collectives.can_meet(optimizer.rank[1]):
         collectives.together(write)
     else:
         write()
-
-
-def _write(
-    engine: Engine,
-    folder: Path,
-    tag: str,
-    version: int,
-    client_state: Mapping[str, Any] | None,
-    is_latest: bool,
-    leaves_frozen: bool,
-) -> None:
-    """Makes the servers write a checkpoint, and writes the rest beside it. An earlier save of the tag stays complete until this one is."""
-    optimizer = engine.optimizer
-    kept = optimizer._write_checkpoint(tag)
-    parameters = {name for name, _ in engine.module.named_parameters()}
-    left_out = parameters if leaves_frozen else _trained(engine)
-    state = {
-        "optimizer": optimizer.state_dict(),
-        "checkpoint": kept,
-        "version": version,
-        "module": {key: value for key, value in engine.module.state_dict().items() if key not in left_out},
-        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-        "counters": {name: getattr(engine, name) for name in _COUNTERS},
-        "client_state": dict(client_state or {}),
-        "servers": None,
-    }
-    (folder / tag).mkdir(parents=True, exist_ok=True)
-    place = optimizer.passing_checkpoints
-    if place is not None:
-        state["servers"] = _copy(place / optimizer.job / kept, folder / tag, _SERVERS)
-    files.replace(folder / tag / _STATE, lambda path: torch.save(state, path))
-    # The new engine.pt makes two kinds of folders useless: checkpoints of the tag's earlier saves, and leftovers of
-    # interrupted saves.
-    for pattern in (_SERVERS, f"{_SERVERS}.[0-9]*", files.DRAFTS):
-        for found in (folder / tag).glob(pattern):
-            if found.name != state["servers"]:
-                shutil.rmtree(found, ignore_errors=True)
-    if is_latest:
-        files.replace(folder / "latest", lambda path: path.write_text(tag))
 
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
