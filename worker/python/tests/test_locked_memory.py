@@ -182,7 +182,7 @@ def test_a_server_that_overwrites_what_a_device_still_copies_fails_the_step() ->
                 raise errors.LongshoreError("overwritten")
 
         # From now on, copies come too late: their memory counts as overwritten.
-        connection.weights._lending.copy(Gone(), [], [], lambda device: device)
+        connection.weights.lending.copy(Gone(), [], [], {})
         with pytest.raises(errors.LongshoreError, match="overwritten"):
             optimizer.step()
         optimizer.close()
@@ -202,8 +202,8 @@ def test_copies_end_before_the_last_gradient_leaves(streaming: bool, everything:
         optimizer.zero_grad()
         connection: Any = optimizer._connection
         notes: list[str] = []
-        finish = connection.weights._lending.finish
-        monkeypatch.setattr(connection.weights._lending, "finish", lambda: (notes.append("finish"), finish()))
+        finish = connection.weights.lending.finish
+        monkeypatch.setattr(connection.weights.lending, "finish", lambda: (notes.append("finish"), finish()))
         called = ("push_together", "push", "push_zeros", "commit")
         connection.job = Recorded(connection.job, lambda name, *_: notes.append(name) if name in called else None)
         if optimizer._stream is not None and optimizer._stream._pusher is not None:

@@ -30,7 +30,7 @@ Engine = Any
 def save(
     engine: Engine, folder: Path, tag: str, client_state: Mapping[str, Any] | None, is_latest: bool, leaves_frozen: bool
 ) -> None:
-    """Has the servers write a checkpoint, and writes a tag's folder beside it. An earlier save of the tag stays complete until this one is.
+    """Makes the servers write a checkpoint, and writes a tag's folder beside it. An earlier save of the tag stays complete until this one is.
     Rank 0 writes; the others wait for it if they can, and raise its error."""
     optimizer = engine.optimizer
     version = optimizer.flush()

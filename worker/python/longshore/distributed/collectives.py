@@ -101,7 +101,11 @@ def telling() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _tell(error)
+        if _failed is None and not hasattr(error, "_longshore_is_known"):
+            failed = _fail(distributed.get_rank(), of_error(error))
+            with contextlib.suppress(RuntimeError):  # the store is gone; the caller's own error is raised
+                if not _store().check([_key()]):  # the first failure is the cause of others
+                    _store().set(_key(), json.dumps(failed))
         raise
 
 
@@ -205,16 +209,7 @@ def _is_done(work: Any, what: str, waiting: _Waiting | None) -> bool:
     return True
 
 
-def _tell(error: BaseException) -> None:
-    if _failed is None and not hasattr(error, "_longshore_is_known"):
-        failed = _fail(distributed.get_rank(), of_error(error))
-        with contextlib.suppress(RuntimeError):  # the store is gone; the caller's own error is raised
-            if not _store().check([_key()]):  # the first failure is the cause of others
-                _store().set(_key(), json.dumps(failed))
-
-
 def _fail(rank: int, failure: Failure) -> tuple[int, Failure]:
-    """Notes the failed rank, and the process group."""
     global _failed, _failed_in
     _failed, _failed_in = (rank, failure), distributed.group.WORLD
     return _failed
@@ -417,7 +412,6 @@ def together(act: Callable[[], T]) -> list[T]:
 
 
 def _everyones(answer: object) -> list[Any]:
-    """Returns every rank's answer, by rank."""
     what, world_size = "a meeting of all ranks", distributed.get_world_size()
     group = group_of(torch.device("cpu"))
     mine = torch.frombuffer(bytearray(pickle.dumps(answer)), dtype=torch.uint8)
@@ -521,8 +515,17 @@ def _say(store: Any, job: str, failure: Failure | None) -> None:
 def _hear(store: Any, job: str) -> None:
     """Waits for the outcome of rank 0's opening with this rank's next number."""
     number = _known.get(job, 0) + 1
+    start, pause, said = time.monotonic(), 0.001, False
     try:
-        _poll(store, job, number)
+        while not store.check([_opening(job, number)]):
+            waited = time.monotonic() - start
+            if waited >= _LONGEST:
+                raise WaitError(f"waited {_LONGEST:.0f} s for rank 0 to open job {job} and to fill it: see what it does, and call open() on all ranks")
+            if waited >= _LONG and not said:
+                warn(f"still waiting for rank 0 to open job {job} and to fill it, for {_LONGEST:.0f} s at most", RuntimeWarning)
+                said = True
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE)
         failure = json.loads(store.get(_opening(job, number)))
     except RuntimeError as error:
         if isinstance(error, WaitError):
@@ -531,19 +534,6 @@ def _hear(store: Any, job: str) -> None:
     _known[job] = number
     if failure is not None:
         raise elsewhere(0, failure)
-
-
-def _poll(store: Any, job: str, number: int) -> None:
-    start, pause, said = time.monotonic(), 0.001, False
-    while not store.check([_opening(job, number)]):
-        waited = time.monotonic() - start
-        if waited >= _LONGEST:
-            raise WaitError(f"waited {_LONGEST:.0f} s for rank 0 to open job {job} and to fill it: see what it does, and call open() on all ranks")
-        if waited >= _LONG and not said:
-            warn(f"still waiting for rank 0 to open job {job} and to fill it, for {_LONGEST:.0f} s at most", RuntimeWarning)
-            said = True
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSE)
 
 
 def _opening(job: str, number: int) -> str:

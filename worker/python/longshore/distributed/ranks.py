@@ -274,12 +274,6 @@ def _check_on_all(check_missing: CheckMissing, missing: list[Param]) -> None:
         raise collectives.known(error) from None
 
 
-def _row(bucket: Bucket) -> Tensor:
-    if device.accelerator.has(bucket.params[0].tensor):
-        return device.accelerator.locked([bucket.slot], bucket.dtype)
-    return device.host_empty([bucket.slot], bucket.dtype)
-
-
 class Reduced(Ranks):
     """Ranks whose gradients come reduced, equal on all ranks. Each rank sends its part of them, and gathers the weights."""
 
@@ -320,7 +314,9 @@ class Reduced(Ranks):
         """Yields this rank's part of each bucket once it has arrived, by way of the host."""
         self._end_copies()
         if not self._rows:
-            self._rows = [_row(bucket) for bucket in self.layout.buckets]
+            for bucket in self.layout.buckets:
+                is_there = device.accelerator.has(bucket.params[0].tensor)
+                self._rows.append((device.accelerator.locked if is_there else device.host_empty)([bucket.slot], bucket.dtype))
         for bucket, row in zip(self.layout.buckets, self._rows, strict=True):
             job.read_weights(self._targets(bucket, row))
             tensor, accelerator, part = bucket.params[0].tensor, device.accelerator, row
@@ -347,7 +343,6 @@ class Reduced(Ranks):
 
     @torch.no_grad()
     def _spread(self, bucket: Bucket, gathering: Collective, whole: Tensor) -> None:
-        """Copies a gathered bucket into its parameters."""
         gathering.wait("weights that ranks gather")
         slots = whole.view(self.world_size, bucket.slot)
         for param in bucket.params:
@@ -411,15 +406,13 @@ class Scattered(Reduced):
         self._bucket = {param.index: bucket for bucket in self.layout.buckets for param in bucket.params}
         #: Buckets being filled, by index.
         self._filling: dict[int, _Filling] = {}
-        #: Number of gradients that each bucket lacks; `_next` is the bucket to reduce next.
-        self._lacks = {bucket.index: len(bucket.params) for bucket in self.layout.buckets}
-        self._next = len(self.layout.buckets) - 1
         #: Buckets being reduced, with this rank's part of the result, oldest first.
         self._reducing: list[tuple[Bucket, Collective, Tensor]] = []
         self._scale = 1.0
         #: Parameters without a gradient on any rank. Ranks know them only at the end of a micro-step, so buckets with
         #: such parameters wait until then.
         self._absent: set[int] = set()
+        self._begin()
 
     def bucket_bytes(self) -> int:
         width = (self._dtype or torch.uint8).itemsize
@@ -446,6 +439,7 @@ class Scattered(Reduced):
         self._reducing.clear()
         self._taken.clear()
         self._absent.clear()
+        #: Number of gradients that each bucket lacks; `_next` is the bucket to reduce next.
         self._lacks = {bucket.index: len(bucket.params) for bucket in self.layout.buckets}
         self._next = len(self.layout.buckets) - 1
 
@@ -490,7 +484,6 @@ class Scattered(Reduced):
         return filling
 
     def _reduce(self) -> None:
-        """Begins to reduce the next bucket."""
         bucket = self.layout.buckets[self._next]
         filling = self._filled(bucket)
         del self._filling[bucket.index]

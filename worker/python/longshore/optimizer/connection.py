@@ -4,6 +4,7 @@ The connection owns the Rust half's job, the weights, page-locked memory and the
 ``longshore.shard`` reach it: on the training thread, and from streaming's hooks on autograd's threads.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,8 @@ class Connection:
         self.weights: JobWeights = Weights(params, self.job, lending, is_delayed=options.delay > 0)
         #: Page-locked memory that a device may copy gradients to. None if the worker sums, since sums have memory of
         #: their own.
-        self.locked = None if settings_.sums_on_worker else LockedMemory(self.job, dtype_of(settings_.gradient_dtype))
+        sums_here = settings_.accumulate_on == "worker" and settings_.accumulate > 1
+        self.locked = None if sums_here else LockedMemory(self.job, dtype_of(settings_.gradient_dtype))
         if self.ranks is not None:
             self.ranks.copy_into(self.locked)
         self._is_layerwise = options.streaming and options.layerwise
@@ -86,6 +88,15 @@ class Connection:
         #: Notices torch's writes to parameters since they got the job's weights.
         self._writes = Writes(self.columns)
         self._looks_for_writes = options.written_weights == "error"
+
+    @property
+    def ids(self) -> list[int]:
+        """The ``id`` of each trained parameter."""
+        return list(map(id, self.columns.tensors))
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which other ranks are told of this rank's failure, if they wait for it in collectives."""
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.telling()
 
     def put_in_units(self, weights: JobWeights) -> None:
         """Switches to weights that are fetched unit by unit."""
@@ -238,11 +249,6 @@ class Connection:
         """Returns the frozen parameters that servers keep and each rank has whole."""
         return self._kept.whole()
 
-    def full_state(self, moments: Sequence[str]) -> tuple[list[int], list[dict[str, Tensor]]]:
-        """Returns the number of updates of each parameter of the newest version, and all state of each."""
-        states = _filling.allocate(moments, self.params)
-        return self.export_state(moments, states), states
-
     def left_out(self) -> dict[int, int]:
         """Returns by parameter the number of steps that left it out; parameters that no step left out are absent."""
         left_out = dict(self.job.left_out())
@@ -262,7 +268,7 @@ class Connection:
         else:
             self.drain()
             self.read()
-        arrays = _filling.arrays(moments, states)
+        arrays = [[state[name] for state in states] if name in states[0] else [] for name in ("master", *moments)]
         left_out = self.left_out()
         if self.ranks is None:
             _, applied = self.job.export_state([_filling.targets(self.params, tensors) for tensors in arrays])

@@ -59,20 +59,6 @@ def release_clipping(tensors: Iterable[int]) -> None:
         _clipped.pop(tensor, None)
 
 
-def _check_clipping(parameters: Any) -> None:
-    for tensor in [parameters] if isinstance(parameters, Tensor) else parameters:
-        found = _clipped.get(id(tensor))
-        if found is not None and found[0]() is tensor and found[1]() is not None:
-            _, _, name, why = found
-            raise invalid(
-                f"clipping of {name}",
-                "done outside",
-                "left to the optimizer",
-                f"{why}: give the optimizer max_grad_norm= and do not clip yourself (Trainer: max_grad_norm=0)",
-                UsageError,
-            )
-
-
 @functools.cache
 def _install() -> None:
     """Makes torch's clipping functions check their parameters first. The function inside torch's wrapper is replaced,
@@ -88,10 +74,19 @@ def _install() -> None:
 def _looking(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def clip(parameters: Any, *limit: Any, **others: Any) -> Any:
-        parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         # An infinite limit clips nothing: frameworks pass it to get the norm.
-        if (limit[0] if limit else others.get("max_norm")) != math.inf:
-            _check_clipping(parameters)
+        clips = (limit[0] if limit else others.get("max_norm")) != math.inf
+        for tensor in parameters if clips else ():
+            of, optimizer, name, why = _clipped.get(id(tensor), (None, None, "", ""))
+            if of is not None and of() is tensor and optimizer is not None and optimizer() is not None:
+                raise invalid(
+                    f"clipping of {name}",
+                    "done outside",
+                    "left to the optimizer",
+                    f"{why}: give the optimizer max_grad_norm= and do not clip yourself (Trainer: max_grad_norm=0)",
+                    UsageError,
+                )
         return inner(parameters, *limit, **others)
 
     return clip
@@ -235,7 +230,6 @@ class Writes:
 
 
 def _memory(param: Param) -> Tensor:
-    """Returns the parameter's elements, or its local shard's."""
     memory = param.tensor.detach()
     return memory.to_local() if _params.is_sharded(memory) else memory  # type: ignore[attr-defined,no-any-return]
 
@@ -262,8 +256,8 @@ class Watch:
         self._models = [weakref.ref(model) for model in models]
         # Sharded parameters are left out: FSDP2 itself replaces them by whole ones while a module computes.
         self._params = [(name, tensor) for name, tensor in params if not _params.is_sharded(tensor)]
-        #: The models' parameters by id, at the last check that passed.
-        self._known: dict[int, weakref.ref[Tensor]] = {}
+        #: The models' parameters at the last check that passed.
+        self._known: list[weakref.ref[Tensor]] = []
         #: Links from a module to a child or parameter, along the paths to the optimizer's parameters. A link has an
         #: entry in each of three lists: a dictionary of the module, a key, and the expected value.
         self._holders: list[dict[str, Any]] = []
@@ -280,16 +274,21 @@ class Watch:
         ids = {id(tensor) for _, tensor in here}
         gone = [_plain(name) for name, tensor in self._params if id(tensor) not in ids]
         # A frozen tensor counts only under the name of a parameter that is gone, since it may train later.
-        new = {name: tensor for name, tensor in here if (tensor.requires_grad or name in gone) and not self._is_known(tensor)}
+        known = {id(found) for found in (ref() for ref in self._known) if found is not None}
+        new = {name: tensor for name, tensor in here if (tensor.requires_grad or name in gone) and id(tensor) not in known}
         if gone and new:
             name = next((name for name in gone if name in new), gone[0])
             other = name if name in new else next(iter(new))
-            raise _replaced(name, other, new[other])
+            shown = f"{_params.DTYPES.get(new[other].dtype, new[other].dtype)} {list(new[other].shape)}"
+            raise invalid(
+                name,
+                f"out of the model, which has another parameter in its place now: {other}, {shown}",
+                "the model's for as long as its optimizer trains it, since the other one would get no update",
+                "change the model first and build the optimizer, engine or Trainer after that, with another job= for the changed model; or put the "
+                "old parameter back",
+                UsageError,
+            )
         self._note()
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        found = self._known.get(id(tensor))
-        return found is not None and found() is tensor
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         for model in filter(None, (found() for found in self._models)):
@@ -297,7 +296,7 @@ class Watch:
                 yield _plain(name), tensor
 
     def _note(self) -> None:
-        self._known = {id(tensor): weakref.ref(tensor) for _, tensor in self._parameters()}
+        self._known = [weakref.ref(tensor) for _, tensor in self._parameters()]
         ours = {id(tensor) for _, tensor in self._params}
         self._holders, self._keys, self._held = [], [], []
         seen: dict[int, bool] = {}
@@ -326,18 +325,6 @@ class Watch:
 def _plain(name: str) -> str:
     """Returns a parameter's name without the prefixes of DistributedDataParallel and torch.compile."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
-
-
-def _replaced(name: str, other: str, tensor: Tensor) -> Exception:
-    shown = f"{_params.DTYPES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}"
-    return invalid(
-        name,
-        f"out of the model, which has another parameter in its place now: {other}, {shown}",
-        "the model's for as long as its optimizer trains it, since the other one would get no update",
-        "change the model first and build the optimizer, engine or Trainer after that, with another job= for the changed model; or put the old "
-        "parameter back",
-        UsageError,
-    )
 
 
 class Absent:

@@ -222,7 +222,7 @@ class Opening(Connected):
             # No error yet: a state that is loaded before the first step may restore the job with these options. If none
             # is, the first step raises.
             self._is_refused = True
-            _params.release([id(param.tensor) for param in connection.params])
+            _params.release(connection.ids)
 
     def _opened(self, *, in_step: bool = False) -> Connection:
         """Returns the job, opened now if necessary.
@@ -261,22 +261,18 @@ class Opening(Connected):
                 connection.put_in_units(self._units.belong_to(connection.job, held))
             self._applied.fill_(connection.start(self._filling, found=found, in_step=in_step, held=held))
             self._gradients.locked = connection.locked
-            self._gradients.may_be_on_device = device.has_any(param.tensor for param in connection.params)
+            self._gradients.may_be_on_device = device.has_any(connection.columns.tensors)
         except BaseException:
-            _params.release(id(param.tensor) for param in connection.params)
+            _params.release(connection.ids)
             raise
         if self._filling is not None:
             self._filling.warn_of_others()
         self._connection, self._filling, self._table = connection, None, connection.table
         self._groups = self._groups or Groups(self.param_groups, connection.params)
-        trained = {id(param.tensor) for param in connection.params}
-        self._frozen = [
-            (name, tensor)
-            for name, tensor in _params.named(self.param_groups)
-            if id(tensor) not in trained and tensor.numel()
-        ]
-        embedded = self._options.servers is None
-        self._finalizer = weakref.finalize(self, _closed, connection, embedded, list(trained))
+        trained = set(connection.ids)
+        named = _params.named(self.param_groups)
+        self._frozen = [(name, tensor) for name, tensor in named if id(tensor) not in trained and tensor.numel()]
+        self._finalizer = weakref.finalize(self, _closed, connection, self._options.servers is None)
         # Nothing is to be done at the interpreter's end. An embedded server's job ends with the process, and any other
         # job goes on.
         self._finalizer.atexit = False
@@ -289,9 +285,8 @@ class Opening(Connected):
         so each calls this method and waits for the others. After an exception a rank pulls all of them alone. If closing fails or is
         interrupted, the caller may call it again."""
         if self._connection is not None and self._finalizer.alive:
-            tensors = [id(param.tensor) for param in self._connection.params]
-            _params.release(tensors)
-            guards.release_clipping(tensors)
+            _params.release(self._connection.ids)
+            guards.release_clipping(self._connection.ids)
             if self._stream is not None:
                 self._stream.unhook()
             self._connection.weights.settle()
@@ -416,10 +411,10 @@ class Opening(Connected):
             guards.guard_clipping(self, _params.named(self.param_groups), why)
 
 
-def _closed(connection: Connection, embedded: bool, tensors: list[int]) -> None:
+def _closed(connection: Connection, embedded: bool) -> None:
     """Ends the job of a freed optimizer. Nobody else can reach a job of the server in this process."""
-    _params.release(tensors)
-    guards.release_clipping(tensors)
+    _params.release(connection.ids)
+    guards.release_clipping(connection.ids)
     connection.weights.abandon()
     if embedded:
         # Errors are ignored: in a fork the job is the parent's, and a failed server has forgotten the job anyway.

@@ -72,6 +72,7 @@ class Connected(torch.optim.Optimizer):
     _stream_anew: Callable[[], None]
     _report: Callable[[Connection], None]
     _check_unused: Callable[[], None]
+    _drop: Callable[..., None]
     _guard_clipping: Callable[[], None]
     _groups_of_job: Callable[[], list[dict[str, Any]]]
     _lasting_values: Callable[[], list[list[float]]]

@@ -34,28 +34,10 @@ KEY = "longshore"
 _FORMAT = 1
 
 
-def handle(job: str, version: int, made: int, rule: str, fingerprint: str | None, returns: int = 0) -> dict[str, Any]:
-    """Returns the dictionary that names a version of a job. The parameters' fingerprint is known once the job is open.
-
-    Args:
-        made: number of steps made. A delayed job may have made more than ``version``; the handle notes the number then.
-        returns: number of the process's returns to a checkpoint so far. Each may give up steps, and their numbers come again.
-    """
-    found = {"format": _FORMAT, "job": job, "version": version, "rule": rule, "fingerprint": fingerprint}
-    found |= {"returns": returns} if returns else {}
-    return found if made == version else {**found, "made": made}
-
-
 def steps_made(handle: dict[str, Any]) -> int:
     """Returns the number of steps made when the handle was saved."""
     steps: int = handle.get("made", handle["version"])
     return steps
-
-
-def note(state_dict: dict[str, Any]) -> None:
-    """Notes the job in each param group as well: ``torch.distributed.checkpoint.state_dict`` keeps the groups and drops other keys."""
-    for group in state_dict["param_groups"]:
-        group[KEY] = dict(state_dict[KEY])
 
 
 def with_handle(state_dict: dict[str, Any], *, has_moments: bool) -> dict[str, Any]:
@@ -80,12 +62,6 @@ def check_is_whole(state_dict: dict[str, Any], *, has_moments: bool) -> None:
             "unless it is asked for flatten_optimizer_state_dict=True",
             StateError,
         )
-
-
-def is_of_job(given: dict[str, Any], job: str) -> bool:
-    """Returns whether ``given`` is a handle or full state of this job."""
-    theirs = given.get(KEY)
-    return isinstance(theirs, dict) and theirs.get("job") == job
 
 
 def refuse_to_fill(job: str, version: int) -> Exception:
@@ -148,21 +124,6 @@ def _no_checkpoint(version: Any, limit: str) -> Exception:
     )
 
 
-def _wanted(state_dict: dict[str, Any], job: str) -> tuple[int, str | None] | None:
-    """Returns the version that a handle of this job names, and its checkpoint if named. None for a handle of another job."""
-    handle = state_dict.get(KEY)
-    if not isinstance(handle, dict) or handle.get("job") != job:
-        return None
-    named = handle.get("version")
-    return (named, handle.get("checkpoint")) if isinstance(named, int) else None
-
-
-def _find(connection: Connection, version: int, name: str | None) -> str | None:
-    """Returns the version's checkpoint: the named one, or the newest."""
-    there = [found for found, of in _listed(connection) or () if of == version]
-    return name if name in there else there[-1] if there else None
-
-
 def _listed(connection: Connection) -> list[tuple[str, int]] | None:
     """Returns the names and versions of the servers' checkpoints; None if a server has no folder for them."""
     try:
@@ -176,7 +137,16 @@ def _listed(connection: Connection) -> list[tuple[str, int]] | None:
 
 def _go(connection: Connection, old: Connection | None, rank: int, version: int, name: str) -> None:
     """Fills the job from a checkpoint, and abandons the servers' current state. All ranks must call it."""
-    _check_meeting(connection, version)
+    if connection.world_size > 1 and not collectives.has_group():
+        # A rank might read state while another has the servers abandon it.
+        raise invalid(
+            "state_dict['longshore']['version']",
+            version,
+            "the servers' version, where ranks cannot wait for each other",
+            "initialise torch.distributed (gloo is enough) and load on all ranks, or run `longshore restore --discard-state` while no "
+            "rank runs",
+            StateError,
+        )
     job = connection.name
     if old is not None:
         warn(
@@ -192,20 +162,6 @@ def _go(connection: Connection, old: Connection | None, rank: int, version: int,
     # All ranks have closed their old connections before rank 0 has the servers abandon their state.
     collectives.together(lambda: None)
     collectives.together(lambda: connection.job.go_back(name) if rank == 0 else None)
-
-
-def _check_meeting(connection: Connection, version: int) -> None:
-    """Raises if several ranks cannot wait for each other. A rank might read state while another has the servers abandon it."""
-    if connection.world_size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    raise invalid(
-        "state_dict['longshore']['version']",
-        version,
-        "the servers' version, where ranks cannot wait for each other",
-        "initialise torch.distributed (gloo is enough) and load on all ranks, or run `longshore restore --discard-state` while no "
-        "rank runs",
-        StateError,
-    )
 
 
 class Stateful(Connected):
@@ -248,12 +204,7 @@ class Stateful(Connected):
         if job == self._job_name:
             return
         if self._connection is not None:
-            self._connection.close(True)
-            self._finalizer.detach()
-            tensors = [id(param.tensor) for param in self._connection.params]
-            _params.release(tensors)
-            self._connection.weights.forget()
-            self._connection = None
+            self._drop(self._connection, delete=True)
         self._job_name = job
 
     @property
@@ -263,51 +214,49 @@ class Stateful(Connected):
         data = self._connection.job.resumed() if self._connection else None
         return None if data is None else Record.split(data)[1]
 
-    def _may_be_other(self, version: int, name: str | None) -> bool:
-        """Returns whether a checkpoint may belong to another run, even at the same version. Runs that continue from one checkpoint of an
-        embedded server share the job's name."""
-        return self.passing_checkpoints is not None and name is not None and self._checkpointed != (version, name)
-
-    def _go_back(self, state_dict: dict[str, Any]) -> None:
-        wanted = _wanted(state_dict, self._job_name)
-        if wanted is None:
+    def _go_back(self, given: dict[str, Any]) -> None:
+        """Returns to the version of a handle of this job, if the servers have a checkpoint of it."""
+        version, named = given.get("version"), given.get("checkpoint")
+        if not isinstance(version, int):
             return
         returns, returned_to = self._returns
-        is_given_up = wanted[0] > returned_to and returns not in (0, state_dict[KEY].get("returns", 0))
-        is_other = is_given_up or self._may_be_other(*wanted)
+        is_given_up = version > returned_to and returns not in (0, given.get("returns", 0))
+        # Runs that continue from one checkpoint of an embedded server share the job's name, so a checkpoint may belong to
+        # another run, even at the same version.
+        is_other = is_given_up or (self.passing_checkpoints is not None and named is not None and self._checkpointed != (version, named))
         connection = self._connection
         # A delayed job may have made one more step than its parameters' version says.
-        made = steps_made(state_dict[KEY])
+        made = steps_made(given)
         is_whole = self._now.state not in (State.PUSHED, State.TORN)
-        is_here = wanted[0] == self._version and (connection is None or (connection.made == made and is_whole))
+        is_here = version == self._version and (connection is None or (connection.made == made and is_whole))
         # Accelerate loads the handle that it has just taken, whether or not the script chose a version. Any other
         # handle shows that the script chose the version.
-        self._is_version_known |= self._taken != state_dict[KEY]
+        self._is_version_known |= self._taken != given
         self._taken = None
         if is_here and not is_other:
             return
-        if connection is not None and connection.joined == wanted[0] and not is_other:
+        if connection is not None and connection.joined == version and not is_other:
             # The servers are at this version, but a delayed step would read the version before. The handle was saved
             # after a flush, and a step after a flush reads the flushed version.
             self.flush()
             return
         self._check_unused()
         connection, old = self._new_connection(), self._connection
-        name = _find(connection, *wanted)
+        there = [found for found, of in _listed(connection) or () if of == version]
+        name = named if named in there else there[-1] if there else None
         if is_given_up and name is None:
-            raise _no_checkpoint(wanted[0], "of steps that no return has given up")
+            raise _no_checkpoint(version, "of steps that no return has given up")
         if name is None:
             return  # check() raises for this next
-        _go(connection, old, self._options.place()[0], wanted[0], name)
+        _go(connection, old, self._options.place()[0], version, name)
         if old is not None:
             self._finalizer.detach()
             old.weights.forget()  # the last step is abandoned, so nobody may wait for its weights
-        tensors = [id(param.tensor) for param in connection.params]
-        _params.release(tensors)
+        _params.release(connection.ids)
         self._start(connection, found=True)
-        if self.version != wanted[0]:
+        if self.version != version:
             self.flush()  # the checkpoint was written after a flush, which read its version
-        self._checkpointed, self._returns = (wanted[0], name), (returns + 1, wanted[0])
+        self._checkpointed, self._returns = (version, name), (returns + 1, version)
         self._stream_anew()
 
     # States
@@ -334,8 +283,7 @@ class Stateful(Connected):
 
     def _state_dict(self, full: bool | None) -> dict[str, Any]:
         state = super().state_dict()
-        fingerprint = self._connection.fingerprint if self._connection else None
-        state[KEY] = self._handle(fingerprint)
+        state[KEY] = self._handle()
         self._taken = {**state[KEY]}
         if self._checkpointed is not None and self._checkpointed[0] == self._version:
             state[KEY]["checkpoint"] = self._checkpointed[1]
@@ -349,7 +297,9 @@ class Stateful(Connected):
                 of.update((key, value) for key, value in state["state"].get(number, {}).items() if key not in of)
             state["state"] = {key: of for key, of in {**state["state"], **of_params}.items() if key not in frozen}
         else:
-            note(state)
+            # torch.distributed.checkpoint.state_dict keeps the groups and drops other keys.
+            for group in state["param_groups"]:
+                group[KEY] = dict(state[KEY])
         return state
 
     def _warn_of_what_ends(self, handle: dict[str, Any]) -> None:
@@ -363,15 +313,24 @@ class Stateful(Connected):
             "(longshore.huggingface.Callback, longshore.lightning.Callback, longshore.accelerate.attach). full=False says that a handle is wanted"
         )
 
-    def _handle(self, fingerprint: str | None) -> dict[str, Any]:
-        made = self._connection.made if self._connection else 0
-        return handle(self._job_name, self._version, made, self.rule, fingerprint, self._returns[0])
+    def _handle(self) -> dict[str, Any]:
+        """Returns the dictionary that names the job's version. The parameters' fingerprint is known once the job is open.
+
+        ``made`` is there if a delayed job has made more steps than ``version`` says. ``returns`` counts this process's returns to a
+        checkpoint: each may give up steps, and their numbers come again."""
+        connection, version = self._connection, self._version
+        fingerprint, made = (connection.fingerprint, connection.made) if connection else (None, 0)
+        found = {"format": _FORMAT, "job": self._job_name, "version": version, "rule": self.rule, "fingerprint": fingerprint}
+        found |= {"returns": self._returns[0]} if self._returns[0] else {}
+        return found if made == version else {**found, "made": made}
 
     def _full_state(self) -> dict[int, dict[str, Any]]:
         connection = self._opened()
         places = {id(tensor): place for place, tensor in enumerate(self._tensors())}
         groups = {id(tensor): group for group in self.param_groups for tensor in group["params"]}
-        steps, states = connection.full_state(self._moments)
+        arrays = ("master", *self._moments)
+        states = [{name: device.host_empty(param.shape, torch.float32) for name in arrays} for param in connection.params]
+        steps = connection.export_state(self._moments, states)
         return {
             places[id(param.tensor)]: {"step": device.host_number(step), **self._derived(groups[id(param.tensor)], step), **state}
             for param, step, state in zip(connection.params, steps, states, strict=True)
@@ -455,12 +414,13 @@ class Stateful(Connected):
         return params, _params.frozen_table(self.param_groups, params) if self._options.frozen == "keep" else []
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        if not is_of_job(state_dict, self._job_name) or (self._connection is None and self._has_moments(state_dict)):
+        given = state_dict.get(KEY)
+        is_of_job = isinstance(given, dict) and given.get("job") == self._job_name
+        if not is_of_job or (self._connection is None and self._has_moments(state_dict)):
             return self._load_foreign(state_dict)
         _filling.check_sizes(state_dict, self.param_groups)
-        self._go_back(state_dict)
-        fingerprint = self._connection.fingerprint if self._connection else None
-        check(state_dict, self._handle(fingerprint))
+        self._go_back(state_dict[KEY])
+        check(state_dict, self._handle())
         self._take_hyperparameters(state_dict)
 
     def _has_moments(self, state_dict: dict[str, Any]) -> bool:
@@ -469,7 +429,7 @@ class Stateful(Connected):
     def _load_foreign(self, state_dict: dict[str, Any]) -> None:
         """Fills the new job with this state when it is opened."""
         if KEY in state_dict and not self._has_moments(state_dict):
-            return check(state_dict, self._handle(None))
+            return check(state_dict, self._handle())
         _filling.check_groups(state_dict, self.param_groups, self.rule)
         check_is_whole(state_dict, has_moments=self._has_moments(state_dict))
         for saved, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):

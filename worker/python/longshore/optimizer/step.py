@@ -172,7 +172,7 @@ class Stream:
                 # already. An accelerator's gradient leaves only after backward: another stream may still be making it.
                 if not device.accelerator.has(other):
                     self._take(other)
-        with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling(), torch.no_grad():
+        with connection.telling(), torch.no_grad():
             self._leave(optimizer, connection, tensor)
 
     def _end_backward(self, task: int) -> None:
@@ -321,7 +321,7 @@ class Stream:
         optimizer, connection = self._open()
         step.check_open()
         if connection.ranks is not None:
-            with connection.ranks.telling():
+            with connection.telling():
                 made = self._finish_together(optimizer, connection, connection.ranks)
                 connection.weights.meet()
             return made
@@ -367,8 +367,15 @@ def _end(connection: Connection, absent: list[int]) -> None:
 
 
 def _check(connection: Connection, param: Param, gradient: Tensor) -> None:
-    """Refuses a gradient with a graph, and one computed with older weights than its step's."""
-    _params.check_has_no_graph(param, gradient)
+    """Refuses a gradient with a graph, which a later backward needs, and one computed with older weights than its step's."""
+    if gradient.requires_grad:
+        raise invalid(
+            f"{param.name}.grad",
+            "made with create_graph=True",
+            "made by the last backward in streaming mode",
+            "take forces and other derivatives by torch.autograd.grad, which accumulates into no parameter, or pass streaming=False",
+            GradientError,
+        )
     weights = connection.weights
     if param.index in weights.awaited and not (isinstance(weights, Weights) and weights.has(param.index)):
         raise invalid(
@@ -462,8 +469,7 @@ class Stepping(Connected):
         """
         if self._watch is None:
             return
-        connection = self._connection
-        with contextlib.nullcontext() if connection is None or connection.ranks is None else connection.ranks.telling():
+        with contextlib.nullcontext() if self._connection is None else self._connection.telling():
             self._watch.check()
 
     def _warn_of_unused(self, connection: Connection) -> None:
@@ -510,7 +516,7 @@ class Stepping(Connected):
 
         self._now.check_open()
         _params.check_unchanged([], self._frozen)
-        with contextlib.nullcontext() if connection.ranks is None else connection.ranks.telling():
+        with connection.telling():
             connection.check_written()
         if connection.ranks is not None:
             return connection.ranks.push(connection.job, scale, leave if self._can_start_over() else self._check_missing)
@@ -521,10 +527,7 @@ class Stepping(Connected):
         leave(missing)
         connection.weights.finish_copies()
         self._gradients.push(connection.job)
-        if missing:
-            connection.job.begin_step()
-            connection.job.push_zeros([param.index for param in missing])
-        connection.job.end_micro_step()
+        _end(connection, [param.index for param in missing])
         return True
 
     def _check_missing(self, missing: list[Param]) -> None:
@@ -546,8 +549,12 @@ class Stepping(Connected):
         if connection.joined is not None:
             groups = ({**group, "lr": group.get("initial_lr", group["lr"])} for group in self._groups_of_job())  # a scheduler's first rate
             connection.record.begin(connection.job, list(map(self._hyper, groups)))
-        self._warn_of_older_steps(connection.joined)
-        connection.joined = None
+        if connection.joined and not self._is_version_known:
+            warn(
+                f"the job goes on from version {connection.joined}, and this script did not ask for it: its own step counter and schedule began anew. "
+                "Read optimizer.global_step before the loop, or name another job= for a new run"
+            )
+        self._is_version_known, connection.joined = True, None
         kept = connection.record.data + (self.resume_data() if self.resume_data is not None else b"")
         loss, self._loss = self._loss, None
         connection.weights.finish_copies()  # copies of weights read since the gradients left
@@ -557,16 +564,6 @@ class Stepping(Connected):
         connection.record.check_rank(connection.job)
         self._report(connection)
         self._warn_of_unused(connection)
-
-    def _warn_of_older_steps(self, joined: int | None) -> None:
-        """Warns at the first step of a script that goes on with a job and has not asked for its version."""
-        if joined and not self._is_version_known:
-            message = (
-                f"the job goes on from version {joined}, and this script did not ask for it: its own step counter and schedule began anew. Read "
-                "optimizer.global_step before the loop, or name another job= for a new run"
-            )
-            warn(message)
-        self._is_version_known = True
 
     def _report(self, connection: Connection) -> None:
         reports = [StepReport.of(fields) for fields in connection.job.outcomes()]
@@ -602,17 +599,22 @@ class Stepping(Connected):
         if old is not None:
             self._now.give_up(old.version)
             old.weights.give_up()
-            old.close(False)
-            self._finalizer.detach()
-            _params.release([id(param.tensor) for param in old.params])
-            self._connection = None
+            self._drop(old, delete=False)
         self._start(self._new_connection(), found=True, held=self._now.version)
         self._stream_anew()
+
+    def _drop(self, connection: Connection, *, delete: bool) -> None:
+        """Ends the connection, for another one in its place."""
+        connection.close(delete)
+        self._finalizer.detach()
+        _params.release(connection.ids)
+        connection.weights.forget()
+        self._connection = None
 
     def _stream_anew(self) -> None:
         if self._stream is not None:
             before = self._stream
             before.unhook()
             self._stream = Stream(self)
-            self._stream._room, self._stream._units = before._room, before._units
+            self._stream._room, self._stream._units, self._stream._is_checked = before._room, before._units, before._is_checked
         self._now.end()

@@ -152,6 +152,14 @@ def _forget_error(device: torch.device) -> None:
 accelerator = Accelerator()
 
 
+class Streams(dict[torch.device, Any]):
+    """A stream of the package for each device, made when it is first asked for."""
+
+    def __missing__(self, device: torch.device) -> Any:
+        self[device] = stream = accelerator.new_stream(device)
+        return stream
+
+
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Returns memory of the host for as long as the package wants it, whatever torch's default device and inference mode are."""
     with torch.inference_mode(False):

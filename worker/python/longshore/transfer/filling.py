@@ -1,7 +1,7 @@
 """The state that a new job begins with: tensors of another optimizer or of files, and frozen parameters.
 
 Tensors are checked before any change, and read one by one on the training thread while rank 0 opens the job. :class:`FrozenParams` has the
-frozen parameters that servers keep. :func:`allocate` makes the tensors for an export of all state.
+frozen parameters that servers keep.
 """
 
 import dataclasses
@@ -23,17 +23,6 @@ def targets(params: list[Param], tensors: list[Tensor]) -> list[Place]:
     """Returns the places of an array's values in ``tensors``, which has a contiguous CPU tensor for each parameter, or
     none at all."""
     return [param.place(tensor) for param, tensor in zip(params if tensors else [], tensors, strict=True)]
-
-
-def allocate(moments: Sequence[str], params: list[Param]) -> list[dict[str, Tensor]]:
-    """Returns by parameter memory for its moments in torch's names, and for its fp32 ``master`` weights."""
-    arrays = ("master", *moments)
-    return [{name: device.host_empty(param.shape, torch.float32) for name in arrays} for param in params]
-
-
-def arrays(moments: Sequence[str], states: list[dict[str, Tensor]]) -> list[list[Tensor]]:
-    """Returns the tensors of each array in the servers' order. An array that the states lack has an empty list."""
-    return [[state[name] for state in states] if name in states[0] else [] for name in ("master", *moments)]
 
 
 class FrozenParams:

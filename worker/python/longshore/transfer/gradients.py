@@ -56,11 +56,11 @@ class Group:
         self._copiers: dict[torch.device, Any] = {}
 
     @torch.no_grad()
-    def begin_copies(self, locked: LockedMemory | None, stream_of: Callable[[torch.device], Any]) -> None:
+    def begin_copies(self, locked: LockedMemory | None, copiers: dict[torch.device, Any]) -> None:
         """Enqueues the copies to staging memory on the package's streams, behind the gradients' computation."""
-        self._locked, accelerator = locked, _device.accelerator
+        self._locked, self._copiers, accelerator = locked, copiers, _device.accelerator
         for device, streams in self.streams.items():
-            copier = self._copiers[device] = stream_of(device)
+            copier = copiers[device]
             made = [accelerator.record(stream) for stream in streams]
             staged = [pair for pair in self.staged if pair[1].device == device]
             if not staged:
@@ -128,7 +128,7 @@ class Gradients:
         self.group = Group()
         self._staging: dict[int, Tensor] = {}
         self._slabs = Slabs()
-        self._streams: dict[torch.device, Any] = {}
+        self._streams = _device.Streams()
 
     def take(self, param: Param, gradient: Tensor, scale: float = 1.0) -> Group:
         """Checks a gradient, and adds it to the group, whose gradients share ``scale``. The parameter's earlier gradient must have left.
@@ -187,15 +187,10 @@ class Gradients:
             staging = self._staging[param.index] = self._slabs.take(gradient)
         return staging
 
-    def _stream(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = _device.accelerator.new_stream(device)
-        return self._streams[device]
-
     def leave(self) -> Group:
         """Ends the group, begins its copies, and begins the next group."""
         group, self.group = self.group, Group()
-        group.begin_copies(self.locked, self._stream)
+        group.begin_copies(self.locked, self._streams)
         return group
 
     def push(self, job: Any) -> None:

@@ -21,7 +21,7 @@ _DEFAULT_SHARD_ELEMENTS = 4 * 1024 * 1024
 
 
 class JobParam(Protocol):
-    """A parameter as a job's layout sees it."""
+    """A parameter as a job's layout sees it. ``wire`` is its type's name for the Rust half."""
 
     @property
     def name(self) -> str: ...
@@ -30,10 +30,7 @@ class JobParam(Protocol):
     @property
     def shape(self) -> Sequence[int]: ...
     @property
-    def wire(self) -> str:
-        """The type's name for the Rust half."""
-        ...
-
+    def wire(self) -> str: ...
     @property
     def elements(self) -> int: ...
 
@@ -62,11 +59,6 @@ class Settings(Options):
     partitions: list[tuple[int, int]]
     frozen_from: int | None
     hyper: dict[str, Any]
-
-    @property
-    def sums_on_worker(self) -> bool:
-        """True if this process adds up the gradients of a step's backward passes."""
-        return self.accumulate_on == "worker" and self.accumulate > 1
 
 
 def new_job_name(framework: str) -> str:

@@ -398,9 +398,8 @@ class Options:
 
     def addresses(self) -> list[str]:
         """Returns the servers' addresses."""
-        if self.servers is None or isinstance(self.servers, Server):
-            return [(self.servers or default_server()).address]
-        return listed(self.servers)
+        server = self.server()
+        return listed(self.servers) if server is None else [server.address]  # type: ignore[arg-type]
 
     def is_embedded(self) -> bool:
         """Returns whether the server is inside this process."""
@@ -469,7 +468,6 @@ def _kinds() -> dict[str, tuple[type, bool]]:
 
 @functools.cache
 def _choices() -> dict[str, tuple[str | None, ...]]:
-    """Returns the allowed values of each option whose type is a Literal."""
     found = {}
     for field, hint in get_type_hints(JobOptions).items():
         kinds = [hint] if get_origin(hint) is Literal else get_args(hint)
@@ -488,7 +486,6 @@ def _group() -> tuple[int, int]:
 
 
 def _launcher() -> tuple[str, str]:
-    """Returns the names of the launcher's variables for rank and world size."""
     # SLURM_NTASKS does not count, since sbatch sets it even for a script's single process. Only srun sets
     # SLURM_STEP_NUM_TASKS, in each process that it starts.
     if "WORLD_SIZE" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:

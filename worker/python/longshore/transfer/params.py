@@ -329,18 +329,6 @@ def check_unchanged(params: list[Param], frozen: list[tuple[str, Tensor]]) -> No
             )
 
 
-def check_has_no_graph(param: Param, gradient: Tensor) -> None:
-    """Refuses a gradient with a graph: a later backward needs it after it has left."""
-    if gradient.requires_grad:
-        raise invalid(
-            f"{param.name}.grad",
-            "made with create_graph=True",
-            "made by the last backward in streaming mode",
-            "take forces and other derivatives by torch.autograd.grad, which accumulates into no parameter, or pass streaming=False",
-            GradientError,
-        )
-
-
 def check_gradient(param: Param, gradient: Tensor) -> None:
     """Refuses a gradient of another type, layout or shape than its parameter, for example after the model was changed."""
     if gradient.dtype is param.dtype and gradient.layout is torch.strided and gradient.shape == param.shape:
@@ -357,9 +345,7 @@ def check_gradient(param: Param, gradient: Tensor) -> None:
     if gradient.dtype is not param.dtype:
         remedy = "let backward make it, or convert it to the parameter's type"
         raise invalid(f"{param.name}.grad", gradient.dtype, str(param.dtype), remedy, GradientError)
-    if gradient.shape != param.shape:
-        remedy = "let backward make it"
-        raise invalid(f"{param.name}.grad", list(gradient.shape), str(list(param.shape)), remedy, GradientError)
+    raise invalid(f"{param.name}.grad", list(gradient.shape), str(list(param.shape)), "let backward make it", GradientError)
 
 
 def check_missing(missing: list[Param], afterwards: str = "") -> None:

@@ -109,7 +109,15 @@ def layout(params: list[Param], world_size: int, cut: Cut | None = None) -> Layo
         for param in group:
             dtype = torch.promote_types(dtype, param.dtype)
         buckets.append(Bucket(len(buckets), group, dealt, slot, dtype))
-    _check_ranks(partitions, world_size)
+    idle = set(range(world_size)) - {rank for _, rank in partitions}
+    if idle:
+        raise invalid(
+            "partition",
+            f"nothing for rank {min(idle)}",
+            "a part of some parameter for each rank",
+            f"the model has too few parts for {world_size} ranks, each of which sends some: train with fewer ranks, or let the servers sum "
+            "(partition=None, with plain parameters)",
+        )
     return Layout(buckets, partitions)
 
 
@@ -181,37 +189,21 @@ def exported(pieces: list[Piece], arrays: list[list[Tensor]]) -> Iterator[list[l
         part.copy_(own)
 
 
-def _check_ranks(partitions: list[tuple[int, int]], world_size: int) -> None:
-    idle = set(range(world_size)) - {rank for _, rank in partitions}
-    if idle:
-        raise invalid(
-            "partition",
-            f"nothing for rank {min(idle)}",
-            "a part of some parameter for each rank",
-            f"the model has too few parts for {world_size} ranks, each of which sends some: train with fewer ranks, or let the servers sum "
-            "(partition=None, with plain parameters)",
-        )
-
-
 def _evenly(param: Param, world_size: int) -> list[Piece]:
     """Returns a piece for each rank, as long as there are elements."""
     rows = param.shape[0] if param.shape else 1
     unit = param.elements // rows if rows % world_size == 0 else 1
     step = math.ceil(param.elements // unit / world_size) * unit
+    row = param.elements // rows
     pieces = []
     for rank in range(world_size):
-        start, end = (min(edge * step, param.elements) for edge in (rank, rank + 1))
-        if start < end:
-            shape = _shape(param, start, end - start)
-            pieces.append(Piece(0, f"{param.name}#{rank}/{world_size}", param, rank, shape, start, end - start, 0))
+        start, elements = rank * step, min(step, param.elements - rank * step)
+        if elements > 0:
+            # Whole rows have the parameter's shape, and other pieces a flat one.
+            is_rows = param.shape and start % row == 0 and elements % row == 0
+            shape = (elements // row, *param.shape[1:]) if is_rows else (elements,)
+            pieces.append(Piece(0, f"{param.name}#{rank}/{world_size}", param, rank, shape, start, elements, 0))
     return pieces
-
-
-def _shape(param: Param, start: int, elements: int) -> tuple[int, ...]:
-    """Returns the shape of whole rows of the parameter, or else a flat one."""
-    row = param.elements // param.shape[0] if param.shape else 1
-    is_rows = param.shape and start % row == 0 and elements % row == 0
-    return (elements // row, *param.shape[1:]) if is_rows else (elements,)
 
 
 def _grouped(params: list[Param], world_size: int) -> list[list[Param]]:

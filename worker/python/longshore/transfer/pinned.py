@@ -13,7 +13,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -207,22 +207,22 @@ class Lending:
         return self._is_usable and _device.accelerator.has(tensor) and tensor.dtype is self._dtype and is_plain
 
     @torch.no_grad()
-    def copy(self, lent: Any, runs: list[list[Run]], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
+    def copy(self, lent: Any, runs: list[list[Run]], targets: list[Tensor], streams: _device.Streams) -> None:
         """Has devices copy weights from servers' memory.
 
         Args:
             lent, runs: the Rust half's lent weights, and their runs by target.
             targets: flat memory of devices.
-            stream: returns a device's stream for copies.
+            streams: the devices' streams for copies.
         """
         held: list[Tensor] = []
         parts = ((run[0], part_of(target, *run[1:])) for target, of_target in zip(targets, runs, strict=True) for run in of_target)
         sources = [(self._source(address, bucket, held), bucket) for address, bucket in buckets(parts)]
         try:
             for source, bucket in sources:
-                _device.copy_together_in(bucket, source, stream(bucket[0].device))
+                _device.copy_together_in(bucket, source, streams[bucket[0].device])
         finally:
-            self.hold(lent, held, targets, stream)
+            self.hold(lent, held, targets, streams)
 
     def _source(self, address: int, bucket: list[Tensor], held: list[Tensor]) -> Tensor:
         """Returns the source of a bucket: servers' memory, or a host copy of it, kept in ``held``."""
@@ -232,9 +232,9 @@ class Lending:
             held.append(source)
         return source
 
-    def hold(self, lent: Any, held: list[Tensor], targets: list[Tensor], stream: Callable[[torch.device], Any]) -> None:
+    def hold(self, lent: Any, held: list[Tensor], targets: list[Tensor], streams: _device.Streams) -> None:
         """Keeps lent weights, or None, and memory of the host until their copies to the targets are done."""
-        events = [_device.accelerator.record(stream(device)) for device in {target.device for target in targets}]
+        events = [_device.accelerator.record(streams[device]) for device in {target.device for target in targets}]
         self._lent.append((lent, events, held))
         # The end of a step empties the list. An evaluation has no such end, so the list is emptied here.
         if len(self._lent) > _MOST:

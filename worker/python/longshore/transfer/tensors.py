@@ -36,21 +36,12 @@ _ASKED = (
 ).split()
 
 
-def _of_no_element() -> Iterator[Any]:
-    """Yields those of torch's functions that read none of a tensor's elements, except functions that this torch
-    lacks."""
-    for name in _LOOKED_AT:
-        if hasattr(Tensor, name):
-            yield getattr(Tensor, name).__get__
-    for name in ("grad", "requires_grad"):
-        yield getattr(Tensor, name).__set__
-    yield Tensor.grad.__delete__  # type: ignore[union-attr]
-    for name in _ASKED:
-        yield getattr(Tensor, name)
-
-
-#: Functions of torch that read no weights of an awaited or released parameter.
-OF_NO_ELEMENT = frozenset(_of_no_element())
+#: Functions of torch that read no weights of an awaited or released parameter. This torch may lack some getters.
+OF_NO_ELEMENT = frozenset(
+    [getattr(Tensor, name).__get__ for name in _LOOKED_AT if hasattr(Tensor, name)]
+    + [getattr(Tensor, name) for name in _ASKED]
+    + [Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.requires_grad.__set__]  # type: ignore[union-attr,attr-defined]
+)
 
 
 class _Awaited:
@@ -320,7 +311,6 @@ def _set_data(tensor: Any, value: Tensor) -> None:
 
 
 def _clone_of(tensor: Any) -> Tensor:
-    """Returns a plain tensor with memory of its own, on the weights' device."""
     with tensor._longshore_home.using([tensor._longshore_member]), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         cloned: Tensor = tensor.detach().clone()
         return cloned.requires_grad_(tensor.requires_grad)

@@ -6,6 +6,7 @@ So :func:`read_in_step` leaves equal weights unwritten.
 """
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -113,36 +114,65 @@ DEVICE_GROUP_BYTES = 8 * 1024 * 1024
 DELAYED = 8
 
 
-class JobWeights(Protocol):
-    """Weights of a job in this process, as its connection uses them. :class:`Weights` documents the methods.
+class JobWeights:
+    """Weights of a job in this process, as its connection uses them. :class:`Weights` documents the methods; here each does nothing.
 
     :class:`Weights` are of a model in memory, :class:`Unplaced` of a model that is being built, and
     :class:`longshore.units.shard.UnitWeights` of a model in units.
     """
 
-    @property
-    def awaited(self) -> set[int]: ...
-    def values(self) -> tuple[list[Place], list[Tensor]]: ...
+    #: Indices of parameters that lack the newest weights. No gradient can come from them, unless some code reached
+    #: their memory past torch's functions.
+    awaited: set[int]
+    #: Servers' lent memory; None if all weights are copied out of it.
+    lending: Lending | None = None
+
+    def values(self) -> tuple[list[Place], list[Tensor]]:
+        return [], []
+
     def expect(self) -> None: ...
+
     def read(self) -> None: ...
-    def read_frozen(self) -> set[int]: ...
-    def meet(self) -> None: ...
+
+    def read_frozen(self) -> set[int]:
+        """Gives frozen parameters their weights. Returns the indices of those that the connection need not read."""
+        return set()
+
+    def meet(self) -> None:
+        """Waits until all ranks have come here, if ranks read weights together within a step."""
+
     def settle(self) -> None: ...
+
     def give_up(self) -> None: ...
+
     def abandon(self) -> None: ...
+
     def forget(self) -> None: ...
-    def finish_copies(self) -> None: ...
-    def release(self) -> None: ...
+
+    def finish_copies(self) -> None:
+        """Waits until no device copies weights from a server's memory. Called before a step's last gradient has left.
+
+        Raises:
+            LongshoreError: if the server has overwritten the weights earlier.
+        """
+        if self.lending is not None:
+            self.lending.finish()
+
+    def release(self) -> None:
+        """Ends all copies from a server's memory, once the job is closed."""
+        if self.lending is not None:
+            self.lending.release()
 
 
-class WeightsInUnits(JobWeights, Protocol):
+class WeightsInUnits(Protocol):
     """Weights of a model in units, which go on to another job of the same parameters."""
 
     def check_unused(self) -> None: ...
+
     def belong_to(self, job: Any, held: int | None) -> JobWeights: ...
 
 
-class Weights:
+class Weights(JobWeights):
     """Writes weights into the parameters of a job.
 
     Args:
@@ -153,23 +183,23 @@ class Weights:
     def __init__(self, params: list[Param], job: "Job", lending: Lending | None = None, *, is_delayed: bool = False) -> None:
         self._params, self._columns = params, Columns(params)
         self._job = job
-        self._lending = lending
+        self.lending = lending
         self._staged: dict[int, Tensor] = {}
         self._slabs = Slabs()
         #: The event after the last copy that reads a parameter's staging memory, by the parameter's index.
         self._copies: dict[int, Any] = {}
         #: The stream of copies to a device.
-        self._streams: dict[torch.device, Any] = {}
+        self._streams = _device.Streams()
         #: By device, the stream that requested the weights and an event after its work until then, which may read older
         #: weights.
         self._before: dict[torch.device, tuple[Any, Any]] = {}
-        #: Indices of parameters that lack the newest weights. No gradient can come from them, unless some code reached
-        #: their memory past torch's functions.
-        self.awaited: set[int] = set()
+        self.awaited = set()
         #: Called with parameters that have got their weights.
         self.when_read: Callable[[list[Param]], None] | None = None
         most = DEVICE_GROUP_BYTES * (DELAYED if is_delayed else 1) if _device.has_any(self._columns.tensors) else GROUP_BYTES
-        self._readers = [_Reader(self, group) for group in groups_of(params, most)]
+        groups = map(Columns, groups_of(params, most))
+        #: Groups of parameters that are read together, each with a function that reads it.
+        self._readers = [(group, functools.partial(self.read_group, group)) for group in groups]
         #: Held while weights are read, since two threads may use parameters at a time.
         self._lock = threading.RLock()
 
@@ -189,15 +219,15 @@ class Weights:
         with self._lock:
             self._note_what_came_before()
             at_once: list[Param] = []
-            for reader in self._readers:
-                expected, tensors = reader.group, reader.columns.tensors
+            for group, read in self._readers:
+                expected, tensors = group.params, group.tensors
                 if not _tensors.can_await_all(tensors):
-                    expected = [param for param in reader.group if _tensors.can_await(param.tensor)]
+                    expected = [param for param in group.params if _tensors.can_await(param.tensor)]
                     tensors = [param.tensor for param in expected]
-                    others = [param for param in reader.group if not _tensors.can_await(param.tensor)]
+                    others = [param for param in group.params if not _tensors.can_await(param.tensor)]
                     at_once += [param for param in others if param.index not in self.awaited]
-                self.awaited.update(reader.columns.indices if expected is reader.group else [param.index for param in expected])
-                _tensors.begin(tensors, reader)
+                self.awaited.update(group.indices if expected is group.params else [param.index for param in expected])
+                _tensors.begin(tensors, read)
             if at_once:
                 self._read(Columns(at_once))
 
@@ -211,13 +241,6 @@ class Weights:
                 columns = self._columns if is_whole else Columns([param for param in self._params if param.index in lacking])
                 self._read(columns, is_asked_now=True)
             self.forget()
-
-    def read_frozen(self) -> set[int]:
-        """Returns an empty set: the connection reads frozen weights."""
-        return set()
-
-    def meet(self) -> None:
-        """Does nothing: ranks that read weights together do so between steps."""
 
     def settle(self) -> None:
         """Reads all awaited parameters."""
@@ -254,20 +277,6 @@ class Weights:
             _tensors.end(columns.tensors)
             self.awaited -= columns.indices
 
-    def finish_copies(self) -> None:
-        """Waits until no device copies weights from a server's memory. Called before a step's last gradient has left.
-
-        Raises:
-            LongshoreError: if the server has overwritten the weights earlier.
-        """
-        if self._lending is not None:
-            self._lending.finish()
-
-    def release(self) -> None:
-        """Ends all copies from a server's memory, once the job is closed."""
-        if self._lending is not None:
-            self._lending.release()
-
     def _read(self, columns: Columns, *, is_asked_now: bool = False) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             params, tensors = columns.params, columns.tensors
@@ -277,9 +286,12 @@ class Weights:
                 check_unchanged(params, [])
                 if is_asked_now:
                     self._note_what_came_before()
-                fit, others = self._by_fit(params)
+                lending = self.lending
+                fit = [] if lending is None else [param for param in params if lending.fits(param.tensor)]
                 if fit and self._copy_lent(Columns(fit)):
-                    params, columns = others, Columns(others)
+                    indices = {param.index for param in fit}
+                    params = [param for param in params if param.index not in indices]
+                    columns = Columns(params)
                 if not params:
                     return
                 staged = [param for param in params if not is_plain(param.tensor)]
@@ -297,17 +309,10 @@ class Weights:
                     self.when_read(params)
             self._arrived(columns)
 
-    def _by_fit(self, params: list[Param]) -> tuple[list[Param], list[Param]]:
-        """Returns the parameters that a device may copy from servers' memory, and the others."""
-        if self._lending is None:
-            return [], params
-        fits = [self._lending.fits(param.tensor) for param in params]
-        return [p for p, fit in zip(params, fits, strict=True) if fit], [p for p, fit in zip(params, fits, strict=True) if not fit]
-
     @torch.no_grad()
     def _copy_lent(self, columns: Columns) -> bool:
         """Has devices copy weights from servers' memory. Returns False if the weights lie where no device can copy them."""
-        assert self._lending is not None
+        assert self.lending is not None
         params = columns.params
         lent = self._job.lent_weights([param.index for param in params])
         runs = None if lent is None else lent.runs()
@@ -316,7 +321,7 @@ class Weights:
         devices: list[torch.device] = []
         for device in dict.fromkeys(tensor.device for tensor in columns.tensors):
             self._ordered(device, devices)
-        self._lending.copy(lent, runs, [param.tensor.detach().view(-1) for param in params], self._stream)
+        self.lending.copy(lent, runs, [param.tensor.detach().view(-1) for param in params], self._streams)
         for device in devices:
             self._show(device)
         self._job.have_weights([param.index for param in params])
@@ -360,23 +365,18 @@ class Weights:
             else:
                 _device.accelerator.copy(tensor, source, stream)
         for address, bucket in buckets(places):
-            _device.copy_together_in(bucket, host_of(address, bucket), self._stream(bucket[0].device))
+            _device.copy_together_in(bucket, host_of(address, bucket), self._streams[bucket[0].device])
         ends = {device: self._show(device) for device in devices}
         self._copies.update((index, ends[self._params[index].tensor.device]) for index in copied)
 
     def _ordered(self, device: torch.device, devices: list[torch.device]) -> Any:
         """Returns a device's stream for copies. On the first call for a device, which ``devices`` notes, the stream
         waits for the device's work that may read older weights."""
-        stream = self._stream(device)
+        stream = self._streams[device]
         if device not in devices:
             devices.append(device)
             _device.accelerator.let_wait(stream, self._before[device][1])
         return stream
-
-    def _stream(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = _device.accelerator.new_stream(device)
-        return self._streams[device]
 
     def _show(self, device: torch.device) -> Any:
         """Makes the current stream wait for the weights' copies, and also the stream that called ``step``. Returns the copies' event."""
@@ -388,40 +388,16 @@ class Weights:
         return copied
 
 
-class Unplaced:
-    """Stands for the weights of a job whose model :class:`Init` built, until ``shard``: no tensor has them."""
-
-    def values(self) -> tuple[list[Place], list[Tensor]]:
-        return [], []
+class Unplaced(JobWeights):
+    """Stands for the weights of a job whose model :class:`Init` built, until ``shard``: no tensor has them. Units are fetched at their use."""
 
     @property
-    def awaited(self) -> set[int]:
+    def awaited(self) -> set[int]:  # type: ignore[override]
         self.expect()
         return set()
 
     def expect(self) -> None:
         raise UsageError("the model was built within longshore.Init: call longshore.shard(model, optimizer, budget) before it trains")
-
-    def read(self) -> None:
-        """Does nothing: units are fetched when they are used."""
-
-    def read_frozen(self) -> set[int]:
-        """Returns an empty set: nothing is read."""
-        return set()
-
-    meet = settle = give_up = abandon = forget = finish_copies = release = read
-
-
-class _Reader:
-    """Reads a group's weights when one of its parameters is used."""
-
-    __slots__ = ("_weights", "columns", "group")
-
-    def __init__(self, weights: Weights, group: list[Param]) -> None:
-        self._weights, self.group, self.columns = weights, group, Columns(group)
-
-    def __call__(self) -> None:
-        self._weights.read_group(self.columns)
 
 
 def groups_of(params: list[Param], most: int) -> list[list[Param]]:

@@ -85,7 +85,9 @@ class Init:
             raise TypeError(f"longshore.Init takes no {name!r}: leave it out, since modules are built by torch's own initialisation")
         room = _model.budget(budget)
         self._dtype, self._is_enabled = dtype, enabled
-        self._home = Residency([], _Store(folder), room)
+        # The file has the weights before any server has them.
+        fetcher = Fetcher(None, 0, [], lambda _: False, memory=functools.partial(_in_file, folder))
+        self._home = Residency([], fetcher, room)
         self._home.is_building = True
         self._before: torch.dtype | None = None
         self._handle: Any = None
@@ -136,19 +138,6 @@ def _adopt(home: Residency, module: nn.Module, name: str, tensor: nn.Parameter) 
     home.adopt(member.unit)
 
 
-def replace(built: Tensor, module: nn.Module, name: str, tensor: nn.Parameter) -> None:
-    """Adopts a module's new parameter, a slice of one that :class:`Init` built, in the same home. Within Init the hook has adopted it."""
-    if not isinstance(tensor, UnitParameter):
-        _adopt(built._longshore_home, module, name, tensor)  # type: ignore[attr-defined]
-
-
-class _Store(Fetcher):
-    """Weights in a file, before any server has them."""
-
-    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
-        super().__init__(None, 0, [], lambda _: False, memory=functools.partial(_in_file, folder))
-
-
 def _in_file(folder: str | os.PathLike[str] | None, tensor: Tensor) -> Tensor:
     """Returns file-backed memory for a tensor."""
     with tempfile.NamedTemporaryFile(prefix="longshore-init-", dir=folder) as file:
@@ -173,9 +162,10 @@ class TiledLinear(nn.Module):
             tile = nn.Linear(whole.in_features, count, bias=whole.bias is not None, device="meta", dtype=whole.weight.dtype)
             for name, parameter in whole._parameters.items():
                 if parameter is not None:
-                    setattr(tile, name, _rows(parameter, start, count))
-                    if is_built(parameter):
-                        replace(parameter, tile, name, getattr(tile, name))
+                    slice_ = nn.Parameter(parameter.detach()[start : start + count].clone(), parameter.requires_grad)
+                    setattr(tile, name, slice_)
+                    if is_built(parameter) and not isinstance(slice_, UnitParameter):  # within Init the hook has adopted it
+                        _adopt(parameter._longshore_home, tile, name, slice_)  # type: ignore[attr-defined]
             self.tiles.append(tile)
         self.train(whole.training)
         self.register_state_dict_post_hook(_join)
@@ -186,10 +176,6 @@ class TiledLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-def _rows(parameter: nn.Parameter, start: int, count: int) -> nn.Parameter:
-    return nn.Parameter(parameter.detach()[start : start + count].clone(), parameter.requires_grad)
 
 
 def _join(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -64,15 +64,15 @@ class MappedFetch:
         if self._fetch is not None:
             self._fetch.cancel()
 
-    def copy(self, lending: Lending, stream: Callable[[torch.device], Any]) -> None:
+    def copy(self, lending: Lending, streams: _device.Streams) -> None:
         """Enqueues the copies on their devices' streams, after :meth:`read`."""
         targets = [target for _, target in self._parts]
         if self._runs is not None:
-            lending.copy(self._asked, self._runs, targets, stream)
+            lending.copy(self._asked, self._runs, targets, streams)
             return
         for target, memory in zip(targets, self._staged, strict=True):
-            _device.accelerator.copy(target, memory, stream(target.device))
-        lending.hold(None, self._staged, targets, stream)
+            _device.accelerator.copy(target, memory, streams[target.device])
+        lending.hold(None, self._staged, targets, streams)
 
 
 class Fetch:
@@ -180,7 +180,7 @@ class Fetch:
                 with contextlib.suppress(KeyboardInterrupt):
                     wait([self.read])
         for device, (owner, _) in self._before.items():
-            _device.accelerator.let_wait(owner, _device.accelerator.record(self._fetcher.stream(device)))
+            _device.accelerator.let_wait(owner, _device.accelerator.record(self._fetcher.streams[device]))
 
     def _copy(self) -> None:
         if self._copied is not None:
@@ -191,16 +191,16 @@ class Fetch:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for device, (_, before) in self._before.items():
-                _device.accelerator.let_wait(self._fetcher.stream(device), before)
+                _device.accelerator.let_wait(self._fetcher.streams[device], before)
             if self.lent is not None and self._fetcher.lending is not None:
-                self.lent.copy(self._fetcher.lending, self._fetcher.stream)
+                self.lent.copy(self._fetcher.lending, self._fetcher.streams)
             for target, source in self.sources:
                 if _device.accelerator.has(target):
-                    _device.accelerator.copy(target, source, self._fetcher.stream(target.device))
+                    _device.accelerator.copy(target, source, self._fetcher.streams[target.device])
                 else:
                     target.copy_(source)
             for device in self._before:
-                copied[device] = _device.accelerator.record(self._fetcher.stream(device))
+                copied[device] = _device.accelerator.record(self._fetcher.streams[device])
             self._copied = copied
             for staged, device in self.staged:
                 self._fetcher.staging.give_back(staged, copied.get(device))
@@ -236,13 +236,22 @@ class Copies:
 
     def take(self, member: Member) -> None:
         """Keeps a frozen member. A rank keeps only its part if servers and the other ranks have the rest."""
+        of_rank = share_of(self._rounds, member.tensor) if member.kept is not None else None
+        if of_rank is None:
+            self._take_whole(member)
+            return
         copy = tensors.built(member.tensor)
-        if member.kept is not None and share_of(self._rounds, member.tensor) is not None:
-            self._take_part(member, member.tensor if copy is None else copy)
-        elif copy is not None:
-            self.wholes[id(member)] = copy
-        else:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            flat = (member.tensor if copy is None else copy).reshape(-1)
+            parts = [(flat[start : start + elements], start) for start, elements in of_rank.own]
+            self.shares[id(member)] = member, [(self._memory(part).copy_(part), start) for part, start in parts]
+
+    def _take_whole(self, member: Member) -> None:
+        copy = tensors.built(member.tensor)
+        if copy is None:
             self.write(member)
+        else:
+            self.wholes[id(member)] = copy
 
     def write(self, member: Member) -> None:
         """Keeps a whole copy of a member's current weights, which serves its later fetches."""
@@ -252,25 +261,13 @@ class Copies:
                 kept = self.wholes[id(member)] = self._memory(member.tensor)
             kept.copy_(member.tensor)
 
-    def _take_part(self, member: Member, weights: Tensor) -> None:
-        of_rank = share_of(self._rounds, weights)
-        assert of_rank is not None
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            flat = weights.reshape(-1)
-            parts = [(flat[start : start + elements], start) for start, elements in of_rank.own]
-            self.shares[id(member)] = member, [(self._memory(part).copy_(part), start) for part, start in parts]
-
     def take_all_of(self, names: Iterable[str]) -> None:
         """Keeps whole copies of frozen members instead of parts, before their memory is released."""
         wanted = set(names)
         for key, (member, _) in list(self.shares.items()):
             if member.name in wanted:
                 del self.shares[key]
-                copy = tensors.built(member.tensor)
-                if copy is None:
-                    self.write(member)
-                else:
-                    self.wholes[key] = copy
+                self._take_whole(member)
 
     def whole(self, member: Member) -> Tensor | None:
         """Returns a member's whole copy; None without one."""
@@ -330,70 +327,68 @@ class Fetcher:
         self._spans = spans
         self.rounds = rounds
         self.lending = lending
-        #: Trained parameters whose weights of this version are not read yet.
+        #: Trained parameters whose weights of this version are not read yet. No gradient can come from these.
         self.unread: set[int] = set()
         self._trained = {member.param.index for member in members if member.param is not None}
         self._frozen = {id(member) for member in members if not member.is_trained}
         self._is_gone = is_gone
-        self._copies = Copies(rounds, memory)
+        #: Weights that need no fetch from servers.
+        self.copies = Copies(rounds, memory)
         self.staging = Staging()
-        self._streams: dict[torch.device, Any] = {}
+        #: The devices' streams for arriving weights.
+        self.streams = _device.Streams()
         # A single thread, so that weights are read in the order of their requests.
         self._thread = ThreadPoolExecutor(1, "longshore-fetch")
         self.is_at_hand = False
         self._is_closed = False
         for member in members:
             if not member.is_trained:
-                self._copies.take(member)
+                self.copies.take(member)
 
     def is_gone(self, member: Member) -> bool:
         """Returns whether servers may have overwritten the member's weights, so that they cannot be fetched until the
         next step."""
-        return self._copies.whole(member) is None and self._is_gone(member)
+        return self.copies.whole(member) is None and self._is_gone(member)
 
     def keep(self, member: Member) -> None:
         """Keeps a copy of a member in the host's memory, which serves its later fetches."""
-        self._copies.write(member)
+        self.copies.write(member)
 
     def written(self) -> list[str]:
         """Returns the frozen members that differ from the servers' weights, judged by this rank's part."""
         names = []
-        for member, parts in self._copies.shares.values():
+        for member, parts in self.copies.shares.values():
             theirs = [(_device.host_empty(part.shape, part.dtype), start) for part, start in parts]
             self._ask([place for part, start in theirs for place in places_of(self._spans, member, part, start)]).read()
             if not all(are_equal(mine, its) for (mine, _), (its, _) in zip(parts, theirs, strict=True)):
                 names.append(member.name)
         return names
 
-    def take_all_of(self, names: Iterable[str]) -> None:
-        """Keeps whole copies of frozen members instead of parts. Called before their memory is released."""
-        self._copies.take_all_of(names)
-
     def read_frozen(self, members: list[Member]) -> None:
         """Reads the kept copies or parts of frozen members from the servers, whose job may have changed."""
         for member in members:
-            if id(member) in self._copies.shares:
-                self._copies.wholes.pop(id(member), None)
-            parts = self._copies.parts(member) or [(self.kept(member), 0)]
+            if id(member) in self.copies.shares:
+                self.copies.wholes.pop(id(member), None)
+            parts = self.copies.parts(member) or [(self.kept(member), 0)]
             self._ask([place for part, start in parts for place in places_of(self._spans, member, part, start)]).read()
 
     def kept(self, member: Member) -> Tensor:
         """Returns a member's kept copy."""
-        kept = self._copies.whole(member)
+        kept = self.copies.whole(member)
         assert kept is not None, member.name
         return kept
 
     def expect(self, version: int) -> None:
         """Marks all trained parameters unread, since new weights were requested."""
         self.version = version
-        self.unread = set(self._trained)
+        self.unread.update(self._trained)
 
     def belong_to(self, job: Any) -> None:
         """Switches to another job: kept copies of trained weights and open requests belong to the old one."""
         self._job = job
         self.lending = None if self.lending is None else self.lending.renewed(job)
         self.unread.clear()
-        self._copies.wholes = {key: kept for key, kept in self._copies.wholes.items() if key in self._frozen}
+        self.copies.wholes = {key: kept for key, kept in self.copies.wholes.items() if key in self._frozen}
 
     def begin(self, members: list[Member], *, ahead: bool, shared: bool = False) -> Fetch:
         """Begins a fetch into the members' memory, on the background thread if it is ``ahead`` of their use. With ``shared`` it fetches
@@ -436,7 +431,7 @@ class Fetcher:
         # A member with an existing copy is gathered too. Only some ranks may have a copy, and all need the same list.
         with torch._C.DisableTorchFunctionSubclass():
             shares = [(member, share_of(self.rounds, member.tensor)) for member in members]
-            shared = [(m, of_rank) for m, of_rank in shares if of_rank and (m.is_trained or self._copies.parts(m) is not None)]
+            shared = [(m, of_rank) for m, of_rank in shares if of_rank and (m.is_trained or self.copies.parts(m) is not None)]
             kept = [host_memory(member.tensor) for member, _ in shared]
         try:
             for whole, (member, of_rank) in zip(kept, shared, strict=True):
@@ -449,12 +444,12 @@ class Fetcher:
                 bytes_of = [whole.view(-1)[: of_rank.gathered].view(torch.uint8) for whole, (_, of_rank) in zip(kept, shared, strict=True)]
                 parts = [of_rank.part * whole.element_size() for whole, (_, of_rank) in zip(kept, shared, strict=True)]
                 self.rounds.gather(list(zip(bytes_of, parts, strict=True)), on_host=True)
-                self._copies.add({id(member): whole for whole, (member, _) in zip(kept, shared, strict=True)})
+                self.copies.add({id(member): whole for whole, (member, _) in zip(kept, shared, strict=True)})
 
     def _read_own(self, member: Member, whole: Tensor, of_rank: Share) -> None:
         """Reads this rank's part of a member into memory for all of it."""
         own = [(whole[start : start + elements], start) for start, elements in of_rank.own]
-        mine = self._copies.parts(member)
+        mine = self.copies.parts(member)
         if mine is None:
             self._ask([place for part, start in own for place in places_of(self._spans, member, part, start)]).read()
         else:
@@ -463,16 +458,16 @@ class Fetcher:
 
     def keep_all(self, members: list[Member]) -> None:
         """Copies all members without a whole copy from the servers, which end next. Nothing is gathered afterwards."""
-        self._copies.shares.clear()
+        self.copies.shares.clear()
         self.rounds = None
         kept: dict[int, Tensor] = {}
         for member in members:
-            if self._copies.whole(member) is None:
+            if self.copies.whole(member) is None:
                 with torch._C.DisableTorchFunctionSubclass():
                     kept[id(member)] = host_memory(member.tensor)
                 self._ask(places_of(self._spans, member, kept[id(member)], 0)).read()
         self.unread.clear()
-        self._copies.add(kept)
+        self.copies.add(kept)
 
     def retire(self) -> None:
         """Accepts no further background fetch. The thread ends with the model."""
@@ -501,7 +496,7 @@ class Fetcher:
         lending = self.lending
         if lending is None:
             return []
-        return [m for m in members if m.is_trained and self._copies.whole(m) is None and lending.fits(m.tensor)]
+        return [m for m in members if m.is_trained and self.copies.whole(m) is None and lending.fits(m.tensor)]
 
     def _lend(self, members: list[Member]) -> MappedFetch | None:
         """Requests members for a copy straight from servers' memory; None if the weights do not lie there."""
@@ -525,7 +520,7 @@ class Fetcher:
         for member in fetch.members:
             if any(member is other for other in lent):
                 continue
-            kept = self._copies.whole(member)
+            kept = self.copies.whole(member)
             if kept is None and not shared and is_plain(member.tensor):
                 places += [(place, member.tensor) for place in places_of(self._spans, member, member.tensor, 0)]
                 continue
@@ -535,7 +530,7 @@ class Fetcher:
                 fetch.sources.append((target, kept))
                 continue
             parts = self._share_of(fetch, member, target) if shared else [(target, 0)]
-            mine = self._copies.parts(member) if shared else None
+            mine = self.copies.parts(member) if shared else None
             if mine is not None:
                 fetch.sources += [(part, own) for (part, _), (own, _) in zip(parts, mine, strict=True)]
                 continue
@@ -557,9 +552,3 @@ class Fetcher:
         flat = target.view(-1)
         fetch.shared.append((member, flat[: of_rank.gathered].view(torch.uint8), of_rank.part * target.element_size()))
         return [(flat[start : start + elements], start) for start, elements in of_rank.own]
-
-    def stream(self, device: torch.device) -> Any:
-        """Returns the device's stream for arriving weights."""
-        if device not in self._streams:
-            self._streams[device] = _device.accelerator.new_stream(device)
-        return self._streams[device]

@@ -7,6 +7,7 @@ recomputes a module, and puts the unit's hooks on top of its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -112,7 +113,8 @@ class Saving:
             # With create_graph backward records a graph, which saves weights too. The hooks stay on until the running
             # node is done.
             self.on()
-        return saved.get()
+        tensor: Tensor = saved()
+        return tensor
 
 
 class _Pack:
@@ -127,7 +129,7 @@ class _Pack:
             return _Weight(self.home, member, tensor)
         if self.below is not None:
             pack, unpack = self.below
-            return _Others(unpack, pack(tensor))
+            return functools.partial(unpack, pack(tensor))
         return _Kept(tensor)
 
 
@@ -141,7 +143,7 @@ class _Weight:
             self._home, self._member, self._view = home, member, tensor.detach()
         self._epoch = home.epoch
 
-    def get(self) -> Tensor:
+    def __call__(self) -> Tensor:
         if self._epoch != self._home.epoch and self._member.is_trained:
             raise UsageError(
                 f"backward needs {self._member.name} of unit {self._member.unit.name} as it was before the last step or flush: call "
@@ -149,19 +151,6 @@ class _Weight:
             )
         self._home.give(self._member)
         return self._view
-
-
-class _Others:
-    """A tensor packed by other hooks."""
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, unpack: Any, packed: Any) -> None:
-        self._unpack, self._packed = unpack, packed
-
-    def get(self) -> Tensor:
-        tensor: Tensor = self._unpack(self._packed)
-        return tensor
 
 
 class _Kept:
@@ -174,7 +163,7 @@ class _Kept:
         self._tensor = tensor.detach()
         self._changes = self._tensor._version
 
-    def get(self) -> Tensor:
+    def __call__(self) -> Tensor:
         if self._tensor._version != self._changes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -219,8 +208,10 @@ class ModuleHooks:
         for module, units in needed:
             self._register(module, units)
             self._follow_compile(module, units)
-        for module in _around(model, [module for module, _ in needed]):
-            self._register(module, None)
+        ids = {id(module) for module, _ in needed}
+        for module in model.modules():
+            if id(module) not in ids and any(id(part) in ids for part in module.modules()):
+                self._register(module, None)
 
     def _register(self, own: nn.Module, units: list[Unit] | None) -> None:
         """Hooks a module that needs these units. With None, the module only contains units. In a copy of the module the
@@ -339,12 +330,6 @@ class ModuleHooks:
         self._home.mark(output)
         if not run.is_within:
             self._home.unpin(*run.units)
-
-
-def _around(model: nn.Module, inner: list[nn.Module]) -> list[nn.Module]:
-    """Returns the modules that contain some of ``inner`` and are not among them."""
-    ids = {id(module) for module in inner}
-    return [module for module in model.modules() if id(module) not in ids and any(id(part) in ids for part in module.modules())]
 
 
 def _needed(model: nn.Module, units: list[Unit]) -> Iterator[tuple[nn.Module, list[Unit]]]:

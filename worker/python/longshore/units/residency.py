@@ -249,7 +249,7 @@ class Residency:
         self.is_called: Callable[[], bool] = lambda: False
         self._fetcher = fetcher
         self._order = Order()
-        self._streams = UnitStreams(fetcher.stream)
+        self._streams = UnitStreams(fetcher.streams)
         self._under_way: dict[Unit, Fetch] = {}
         self._by_storage = {member.tensor.untyped_storage()._cdata: member for unit in units for member in unit.members}
         self._lock = threading.RLock()
@@ -567,7 +567,6 @@ class Residency:
             raise
 
     def _give_up(self, fetch: Fetch) -> None:
-        """Cancels a fetch."""
         has_come = fetch.has_come()
         fetch.give_up()
         self._take_back(fetch.members, have_come=has_come)

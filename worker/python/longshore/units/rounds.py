@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -46,10 +46,10 @@ class UnitStreams:
     """Makes streams wait for each other where one writes a unit that another uses. Streams that only read do not wait.
 
     Args:
-        copies: returns a device's stream for arriving weights.
+        copies: the devices' streams for arriving weights.
     """
 
-    def __init__(self, copies: Callable[[torch.device], Any]) -> None:
+    def __init__(self, copies: _device.Streams) -> None:
         self._copies = copies
         self._uses: dict[Unit, dict[torch.device, _Uses]] = {}
 
@@ -74,7 +74,7 @@ class UnitStreams:
             if current in uses.shown:
                 continue
             if not waits:
-                _device.accelerator.let_wait(current, _device.accelerator.record(self._copies(device)))
+                _device.accelerator.let_wait(current, _device.accelerator.record(self._copies[device]))
             _wait_for_gathered(uses, current)
             uses.shown.append(current)
             _add(uses.users, current)

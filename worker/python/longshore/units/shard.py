@@ -8,11 +8,11 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from longshore.distributed import collectives
@@ -21,13 +21,13 @@ from longshore.optimizer.connection import Connection
 from longshore.optimizer.step import Stepping
 from longshore.transfer import device as _device
 from longshore.transfer import params, partitions, tensors
-from longshore.transfer.params import Param, Place
 from longshore.transfer.pinned import Lending
 from longshore.transfer.tensors import UnitParameter, UnitTensor
+from longshore.transfer.weights import JobWeights
 from longshore.units import model as _model
 from longshore.units.fetching import Fetcher
 from longshore.units.hooks import ModuleHooks, Saving
-from longshore.units.model import Member, Named, Span, Spans, Unit, in_one_piece
+from longshore.units.model import Member, Named, Spans, Unit, in_one_piece
 from longshore.units.residency import Residency
 from longshore.units.rounds import Rounds
 
@@ -78,11 +78,12 @@ class Sharded:
         self._home.release()
 
 
-class UnitWeights:
+class UnitWeights(JobWeights):
     """Takes the place of :class:`longshore.transfer.weights.Weights` for a model in units."""
 
     def __init__(self, home: Residency, fetcher: Fetcher, job: Any) -> None:
         self._home, self._fetcher, self._job = home, fetcher, job
+        self.awaited = fetcher.unread
         #: The version with which an abandoned step begins anew, until its weights are expected. None at other times.
         self._held: int | None = None
         self._members = {
@@ -102,14 +103,9 @@ class UnitWeights:
         self._fetcher.belong_to(job)
         return self
 
-    def values(self) -> tuple[list[Place], list[Tensor]]:
-        """Returns nothing: a found job has its weights, and no job is filled from a model in units."""
-        return [], []
-
     @property
-    def awaited(self) -> set[int]:
-        """Indices of parameters whose newest weights were never fetched. No gradient can come from these."""
-        return self._fetcher.unread
+    def lending(self) -> Lending | None:  # type: ignore[override]
+        return self._fetcher.lending
 
     def expect(self) -> None:
         """Notes that new weights come for all parameters."""
@@ -130,20 +126,9 @@ class UnitWeights:
         return {member.kept.index for member in self._frozen if member.kept is not None}
 
     def meet(self) -> None:
-        """Waits until all ranks have used the units that they want, if ranks gather units. Only then may ranks wait for
-        each other in another way."""
+        # Ranks may wait for each other in another way only once all have used the units that they want.
         if self._fetcher.rounds is not None:
             self._fetcher.rounds.meet()
-
-    def finish_copies(self) -> None:
-        """Waits until no device copies weights from a server's memory, before a step's last gradient has left."""
-        if self._fetcher.lending is not None:
-            self._fetcher.lending.finish()
-
-    def release(self) -> None:
-        """Ends all copies from a server's memory, once the job is closed."""
-        if self._fetcher.lending is not None:
-            self._fetcher.lending.release()
 
     def settle(self) -> None:
         """Keeps the job's last weights in the host's memory at its end, so that the model stays usable."""
@@ -171,9 +156,6 @@ class UnitWeights:
             self._fetcher.keep_all([*self._members.values()])
         self.release()
         self._fetcher.retire()
-
-    def forget(self) -> None:
-        """Does nothing: the parameters stay unchanged."""
 
 
 def shard(
@@ -214,7 +196,12 @@ def shard(
     was_open = optimizer._connection is not None
     connection = optimizer._opened()
     connection.weights.settle()
-    _check_written(connection, is_gathered, was_open)
+    # A job opened by this call needs no check.
+    check = connection.check_written if was_open else lambda: None
+    if is_gathered:
+        collectives.together(check)
+    else:
+        check()
     members = _model.members(model, connection.params, connection.frozen())
     target = _target(members, device)
     whole = _budget(budget, target)
@@ -230,7 +217,8 @@ def shard(
     room = None if whole is None else whole - resting - tied - buckets
     named = [units] if isinstance(units, (str, type, nn.Module)) else units
     # On a device two units have gradients at a time: one's are being copied to the host while another's are made.
-    copies = 2 if _is_on_device(members, device) else 1
+    is_on_device = _device.accelerator.has(members[0].tensor) if device is None else target.type != "cpu"
+    copies = 2 if is_on_device else 1
     cut = _cut(is_gathered, lambda: _model.cut(model, members, named, room, copies), room)
     reserve = max((unit.gradient_bytes for unit in cut), default=0)
     if whole is not None and optimizer._stream is not None:
@@ -238,7 +226,7 @@ def shard(
         optimizer._stream.keep_within(reserve, trained)
     room = None if room is None else room - copies * reserve
     _refuse_wrappers()
-    fetcher = _fetcher(optimizer, connection, members, rounds, _is_on_device(members, device))
+    fetcher = _fetcher(optimizer, connection, members, rounds, is_on_device)
     _take_written(fetcher, was_open)
     _place(model, members, device)
     if connection.ranks is not None:
@@ -297,12 +285,6 @@ def _target(members: list[Member], device: torch.device | str | None) -> torch.d
     return first.device
 
 
-def _is_on_device(members: list[Member], device: torch.device | str | None) -> bool:
-    if device is not None:
-        return torch.device(device).type != "cpu"
-    return any(_device.accelerator.has(member.tensor) for member in members)
-
-
 def _is_gathered(weights: str | None, optimizer: Stepping) -> bool:
     """Returns whether ranks gather units from each other."""
     _, world_size = optimizer._options.place()
@@ -351,15 +333,6 @@ def _fetcher(
     return Fetcher(connection.job, connection.version, members, is_gone, _spans(connection), rounds, lending=lending)
 
 
-def _check_written(connection: Connection, is_gathered: bool, was_open: bool) -> None:
-    """Refuses trained weights that were written since the job was opened. A job opened by this call needs no check."""
-    check = connection.check_written if was_open else lambda: None
-    if is_gathered:
-        collectives.together(check)
-    else:
-        check()
-
-
 def _take_written(fetcher: Fetcher, was_open: bool) -> None:
     """Keeps a whole copy of each frozen weight that was written since the job was opened. Forward must use the written weights, which
     servers do not have. Weights written later are kept likewise."""
@@ -367,18 +340,14 @@ def _take_written(fetcher: Fetcher, was_open: bool) -> None:
         # A rank notices writes only to its own part, so ranks exchange the names. Each then keeps the written weights
         # whole, and pulls none of them.
         names = collectives.together(lambda: fetcher.written() if was_open else [])
-        fetcher.take_all_of(itertools.chain(*names))
+        fetcher.copies.take_all_of(itertools.chain(*names))
 
 
 def _spans(connection: Connection) -> Spans:
     if connection.ranks is None:
         return in_one_piece
     pieces = connection.ranks.layout.of_params()
-
-    def of_pieces(param: Param, start: int, elements: int) -> Iterable[Span]:
-        return partitions.spans(pieces[param.index], start, elements)
-
-    return of_pieces
+    return lambda param, start, elements: partitions.spans(pieces[param.index], start, elements)
 
 
 def _is_overwritten(optimizer: "weakref.ref[Stepping]", member: Member) -> bool:
