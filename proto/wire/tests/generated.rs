@@ -54,8 +54,10 @@ fn every_proto_file_is_compiled() {
 }
 
 fn generate(protos: &Path, out: &Path) {
-    let descriptors = protox::compile(FILES, [protos]).unwrap();
+    let mut descriptors = protox::compile(FILES, [protos]).unwrap();
     fs::write(out.join(DESCRIPTORS), descriptors.encode_to_vec()).unwrap();
+    // Comments stay in the .proto files, which are the documentation.
+    descriptors.file.iter_mut().for_each(|file| file.source_code_info = None);
     // Fields of type `bytes` become `Bytes`, since a `Vec<u8>` would copy each payload once more.
     tonic_prost_build::configure()
         .bytes(".")
