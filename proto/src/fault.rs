@@ -14,6 +14,8 @@ pub const READS_VERSION: &str = "push.reads_version";
 pub const OWED: &str = "commit.gradients";
 /// Limit in the fault of a missing job, if the server has deleted that job since the server started.
 pub const DELETED: &str = "open on this server, which has deleted it";
+/// End of the remedy in the fault of a job that has left this server.
+pub const MOVED: &str = "to which the job has moved";
 
 /// Largest size of each of a fault's four texts on the wire. Each text is sent twice, in message and details. The eight
 /// copies fit the 16 KiB of headers that gRPC libraries accept.

@@ -133,7 +133,13 @@ fn wrong_messages_are_refused_and_change_nothing() {
         is_there: true,
         ..Default::default()
     };
-    assert_fault(server.call(server.training.clone().open_job(lost)), NotFound, "job", "other", "open on this server");
+    assert_fault(
+        server.call(server.training.clone().open_job(lost)),
+        NotFound,
+        "job",
+        "other",
+        "open on this server",
+    );
     assert!(server.find("other").is_err(), "it was not opened");
     assert_fault(server.find(&"x".repeat(129)), Invalid, "job", "xxx", "1 to 128");
 

@@ -473,8 +473,11 @@ fn a_server_that_a_job_has_left_may_stop() {
     eventually("the end of the job on the server that it left", || {
         status(&addresses[..1]).is_empty().then_some(())
     });
-    let (stderr, _) = train.clone().servers(&addresses[..1]).start().fails(Duration::from_secs(60));
-    assert!(stderr.contains("moved") && stderr.contains(&addresses[1]), "{stderr}");
+    for rank in ["0", "1"] {
+        let late = train.clone().servers(&addresses[..1]).args(["--rank", rank, "--world-size", "2"]);
+        let (stderr, _) = late.start().fails(Duration::from_secs(60));
+        assert!(stderr.contains("moved") && stderr.contains(&addresses[1]), "{stderr}");
+    }
     let asked = longshore(["checkpoint", "--job", "default", "--servers", &addresses[0]]);
     let remedy = format!("name one of {}, to which the job has moved", addresses[1]);
     assert!(asked.code == 1 && asked.stderr.contains(&remedy), "{asked:?}");

@@ -32,7 +32,8 @@ use longshore_engine::{
     tier::{Storage, StoredJob, finish_interrupted, stored_jobs},
 };
 use longshore_proto::{
-    Epoch, Fault, FaultKind, Incarnation, JobName, JobSpec, Placement, Rank, ServerId, fault::DELETED,
+    Epoch, Fault, FaultKind, Incarnation, JobName, JobSpec, Placement, Rank, ServerId,
+    fault::{DELETED, MOVED},
     limits::DEFAULT_DEADLINE_MS,
 };
 
@@ -257,7 +258,7 @@ impl Jobs {
             None => not_found(name.as_str()),
             Some(None) => deleted(name),
             Some(Some(servers)) => {
-                let remedy = format!("name one of {servers}, to which the job has moved");
+                let remedy = format!("name one of {servers}, {MOVED}");
                 Fault { remedy, ..deleted(name) }
             }
         }

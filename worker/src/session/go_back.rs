@@ -3,8 +3,8 @@
 //! Nothing is deleted before every server is known to read a checkpoint. State that would survive a restart is
 //! deleted only if the caller allows that.
 
-use futures_util::future::try_join_all;
-use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Rank, ServerId, ShardId, Version};
+use futures_util::future::{join_all, try_join_all};
+use longshore_proto::{Fault, FaultKind, JobName, JobSpec, Rank, ServerId, ShardId, Version, fault::MOVED};
 use longshore_wire::{
     Wire,
     v1::{JobProgress, Phase, RestoreMode, RestoreResponse},
@@ -215,13 +215,22 @@ pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Re
             // A decision may have taken the job from that server since this rank connected.
             cluster.check_not_moved(cluster.address(idle)).await?;
         }
-        if runs && !known.is_empty() {
+        if known.is_empty() {
+            check_not_left(cluster).await?;
+        } else if runs {
             check_coming(cluster, how).await?;
         }
         if !backoff.pause(end).await {
             return Err(not_training(cluster, &there, start));
         }
     }
+}
+
+/// Refuses servers without the job if one says that the job has left it. Rank 0 is refused there, too.
+async fn check_not_left(cluster: &Cluster) -> Result<()> {
+    let answers = join_all(cluster.servers().map(|server| cluster.glance(server))).await;
+    let has_left = |error: &Error| matches!(error, Error::StateLost(lost) if lost.detail.contains(MOVED));
+    answers.into_iter().filter_map(Result::err).find(has_left).map_or(Ok(()), Err)
 }
 
 /// Refuses, as rank 0 does, a job on other servers that cannot come to the session's servers.
