@@ -2,11 +2,8 @@
 //! These slow tests run with `--soak`, and print the memory taken (`tests/run --soak large -- --nocapture`).
 
 use std::{
-    env,
-    path::Path,
-    process::Command,
     sync::{Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use longshore_proto::{
@@ -16,7 +13,7 @@ use longshore_proto::{
 use longshore_tests::{
     binaries,
     command::run,
-    process::{forget_peak, memory_of},
+    process::memory_of,
     server::{Longshored, ServerOptions},
     skip, soak,
     status::job_status,
@@ -82,16 +79,6 @@ fn planned(params: usize) -> u64 {
     let planned: serde_json::Value = serde_json::from_str(&output.stdout).expect("what plan prints");
     planned["memory_bytes"].as_u64().expect("bytes")
 }
-/// The most memory that the exporting process may take.
-const EXPORT_PEAK: u64 = 256 << 20;
-/// The most memory that an export may add to the server: a shard's copy, its queued messages and a
-/// connection's window.
-const EXPORT_GROWTH: u64 = 32 << 20;
-/// Runs a command and prints its peak memory on stderr, in KiB.
-const PEAK: &str = "import resource, subprocess, sys
-code = subprocess.call(sys.argv[1:])
-print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
-sys.exit(code)";
 
 fn spec() -> JobSpec {
     JobSpec {
@@ -195,42 +182,4 @@ fn five_hundred_million_parameters_with_all_on_the_drive_take_the_memory_admitte
 #[test]
 fn two_billion_parameters_on_the_drive_take_the_memory_planned() {
     takes_what_was_planned(&Case::large());
-}
-
-#[test]
-fn an_export_of_two_gigabytes_takes_little_memory() {
-    let Some(_alone) = alone() else { return };
-    let root = TempDir::new().expect("a folder for state");
-    let case = Case::small(&[]);
-    let server = case.start(&root);
-    let _pipeline = enter(&server, &case);
-    export(&server, root.path(), case.elements());
-}
-
-/// Exports 2 GB in fp32, and checks the memory that the exporter and the server take for that.
-fn export(server: &Longshored, folder: &Path, elements: u64) {
-    let python = env::var_os("LONGSHORE_TEST_PYTHON").expect("a Python: run tests/run, which makes one");
-    let (before, _) = memory_of(server.process.id());
-    forget_peak(server.process.id());
-    let longshore = binaries::command("longshore").get_program().to_owned();
-    let mut command = Command::new(python);
-    command.args(["-c", PEAK]).arg(longshore);
-    command
-        .args(["export", "--servers", server.address(), "--dtype", "f32", "--out"])
-        .arg(folder.join("out"));
-    command.env_remove("LONGSHORE_SOAK");
-    let begun = Instant::now();
-    let output = run("export", &mut command);
-    assert_eq!(output.code, 0, "{output:?}");
-    let peak = output.stderr.lines().find_map(|line| line.strip_prefix("peak "));
-    let peak = peak.expect("a peak").parse::<u64>().expect("KiB") << 10;
-    let (_, most) = memory_of(server.process.id());
-    let grown = most.saturating_sub(before);
-    eprintln!(
-        "export of {} bytes in {:.1} s: at most {peak} bytes in its process, and {grown} more in the server",
-        elements * 4,
-        begun.elapsed().as_secs_f64()
-    );
-    assert!(peak < EXPORT_PEAK, "{peak} bytes");
-    assert!(grown < EXPORT_GROWTH, "{before} bytes before, {most} at most");
 }
