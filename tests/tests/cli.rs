@@ -24,9 +24,12 @@ use tokio_stream::StreamExt;
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
-use tonic_reflection::pb::v1::{
-    ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
-    server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
+use tonic_reflection::pb::{
+    v1::{
+        ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
+        server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
+    },
+    v1alpha,
 };
 
 /// More steps than any test waits for: the worker is killed with its test.
@@ -265,13 +268,14 @@ fn status_of_some_servers_says_that_others_are_missing() {
 #[test]
 fn arguments_that_the_parser_cannot_judge_are_wrong_arguments_too() {
     let token = ["--token-file", "/nowhere/token", "--servers", "127.0.0.1:1"];
-    let train: [&[&str]; 11] = [
+    let train: [&[&str]; 12] = [
         &["--steps", "0"],
         &["--shard-elements", "3"],
         &["--shard-elements", "3", "--world-size", "2"],
         &token,
         &["--batch", "0"],
         &["--rank", "3", "--world-size", "2"],
+        &["--rank", "1", "--world-size", "2"],
         &["--tier", "nvme"],
         &["--servers", "localhost"],
         &["--width", "33", "--heads", "2"],
@@ -348,7 +352,7 @@ async fn health_and_reflection_answer_stock_clients() {
         host: String::new(),
         message_request: Some(MessageRequest::ListServices(String::new())),
     };
-    let answers = ServerReflectionClient::new(channel)
+    let answers = ServerReflectionClient::new(channel.clone())
         .server_reflection_info(tokio_stream::once(request))
         .await
         .unwrap();
@@ -361,35 +365,24 @@ async fn health_and_reflection_answer_stock_clients() {
         assert!(names.contains(&format!("longshore.v1.{name}").as_str()), "{name} is not among {names:?}");
     }
 
-    server.process.terminate();
-    assert_eq!(health.next().await.unwrap().unwrap().status(), ServingStatus::NotServing);
-    drop(health);
-    assert_eq!(server.process.code(), 0);
-}
-
-/// Python's client knows only version v1alpha of reflection.
-#[tokio::test(flavor = "multi_thread")]
-async fn reflection_answers_clients_of_its_older_version() {
-    use tonic_reflection::pb::v1alpha;
-    let server = ServerOptions::new().start();
-    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", server.address())).unwrap();
-    let channel = channel.connect().await.unwrap();
-    let symbol = "longshore.v1.Admin".to_string();
-    let request = v1alpha::ServerReflectionRequest {
-        host: String::new(),
-        message_request: Some(v1alpha::server_reflection_request::MessageRequest::FileContainingSymbol(
-            symbol,
-        )),
-    };
-    let mut client = v1alpha::server_reflection_client::ServerReflectionClient::new(channel);
-    let answers = client.server_reflection_info(tokio_stream::once(request)).await.unwrap();
-    let answer = answers.into_inner().next().await.unwrap().unwrap();
-    let found = answer.message_response;
+    // Python's client knows only version v1alpha of reflection.
+    let symbol = v1alpha::server_reflection_request::MessageRequest::FileContainingSymbol(
+        "longshore.v1.Admin".to_string(),
+    );
+    let request = v1alpha::ServerReflectionRequest { host: String::new(), message_request: Some(symbol) };
+    let mut older = v1alpha::server_reflection_client::ServerReflectionClient::new(channel);
+    let answers = older.server_reflection_info(tokio_stream::once(request)).await.unwrap();
+    let found = answers.into_inner().next().await.unwrap().unwrap().message_response;
     let Some(v1alpha::server_reflection_response::MessageResponse::FileDescriptorResponse(files)) = found
     else {
         panic!("{found:?}")
     };
     assert!(!files.file_descriptor_proto.is_empty());
+
+    server.process.terminate();
+    assert_eq!(health.next().await.unwrap().unwrap().status(), ServingStatus::NotServing);
+    drop(health);
+    assert_eq!(server.process.code(), 0);
 }
 
 /// A client that accepts messages of 4 MiB, gRPC's default, receives a longer description whole.
@@ -452,26 +445,14 @@ fn output_on_a_pipe_is_plain_lines() {
     );
     let plain = |text: &str| text.chars().all(|letter| letter == '\n' || !letter.is_control());
     assert!(plain(&output.stdout), "control characters in {:?}", output.stdout);
+    assert!(!output.stdout.contains("loss of each step"), "{output:?}");
+    let plotted = run("longshore train", Train::new(8).command().arg("--plot"));
+    let lines: Vec<&str> = plotted.stdout.lines().skip_while(|line| *line != "loss of each step").collect();
+    assert!(lines.len() > 14 && lines[1].contains("|*") && lines[14].ends_with("step 8"), "{lines:#?}");
 }
 
 fn two_ranks(steps: u64) -> Train {
     Train::new(steps).args(["--world-size", "2", "--deadline-s", "5"])
-}
-
-#[test]
-fn ranks_started_by_hand_are_the_same_run() {
-    let expected = two_ranks(20).undisturbed().hash;
-    let servers = server::servers(2, &ServerOptions::new());
-    let train = two_ranks(20).servers(&server::addresses(&servers));
-    // The ranks may start in either order: rank 0 waits for the second one.
-    let mut second = train.start_with(["--rank", "1"]);
-    let first = train.start_with(["--rank", "0"]);
-    assert_eq!(first.finish().end.state_hash, expected);
-    assert_eq!(second.event(), None, "only rank 0 reports");
-    assert_eq!(second.process.code(), 0, "{}", second.process.stderr());
-    let mut lonely = two_ranks(20).start_with(["--rank", "1"]);
-    assert_eq!(lonely.process.code(), 2);
-    assert!(lonely.process.stderr().contains("--servers"), "{}", lonely.process.stderr());
 }
 
 /// The first signal lets the step in hand finish, and writes the requested files.

@@ -11,7 +11,6 @@ mod checkpoints;
 mod cli;
 mod commands;
 mod container;
-mod curves;
 mod device;
 mod doctor;
 mod drain;
