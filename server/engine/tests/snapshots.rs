@@ -18,8 +18,8 @@ use longshore_engine::{
     tier::Storage,
 };
 use longshore_proto::{
-    Dtype, Fault, FaultKind, Formats, JobSpec, MasterFormat, Partition, Rank, ShardId, StateFormat, TierKind,
-    Version, checksum::state_hash, limits::MAX_EXPORTS_AT_ONCE,
+    Correction, Dtype, Fault, FaultKind, Formats, JobSpec, MasterFormat, Partition, Rank, ShardId,
+    StateFormat, TierKind, Version, checksum::state_hash, limits::MAX_EXPORTS_AT_ONCE,
 };
 
 use crate::common::{
@@ -273,7 +273,8 @@ fn a_snapshot_of_a_version_to_come_waits_for_it() {
     assert_eq!((fault.kind, fault.field.as_str()), (FaultKind::Precondition, "version"), "{fault}");
 }
 
-/// Pieces of an export end inside a shard, in every format of the weights.
+/// Pieces of an export end inside a shard, in every format of the weights. Images that look ahead differ from the
+/// rounded weights, so an export must not use them.
 #[test]
 fn an_export_is_the_rounded_master_weights() {
     let low = Formats { state: StateFormat::Block8, master: MasterFormat::Bf16, seed: 9 };
@@ -282,12 +283,16 @@ fn an_export_is_the_rounded_master_weights() {
     {
         let sizes = [11 * BLOCK as u64 - 5, 3 * BLOCK as u64];
         let shard_elements = 9 * BLOCK as u64;
-        let spec = JobSpec { formats, partitions, shard_elements, ..spec(&sizes, &[0, 0]) };
+        let spec = JobSpec { formats, partitions, shard_elements, max_delay: 1, ..spec(&sizes, &[0, 0]) };
         let (initial, flats) = (weights(&spec, 1), [gradient(&spec, 2, 1.0)]);
         let mut reference = Reference::new(&spec, &initial);
         let mut cluster = Cluster::started(&spec, 1, &initial);
-        cluster.step(&flats, &commit(&spec, 1));
-        reference.step(&flats, &commit(&spec, 1));
+        let mut commit = commit(&spec, 1);
+        commit.correction = Correction::LookAhead(commit.groups.iter().map(|hyper| hyper.lr).collect());
+        cluster.step(&flats, &commit);
+        reference.step(&flats, &commit);
+        let image = encode(&reference.weights(), spec.image_dtype);
+        assert!(reference.image != image, "the images do not look ahead");
         for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
             let mut parts = BTreeMap::new();
             let keep = |part: &Piece| {

@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import distance, pair, step, train
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_from_torch import both, check_same_state, trained
 from torch import nn
@@ -169,6 +172,22 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     assert optimizer._filling is None
 
 
+def read_back(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a folder's files, which its index must describe."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+        found = load_file(file)
+        assert {index["weight_map"].pop(name) for name in found} == {file.name}
+        tensors.update(found)
+    assert not index["weight_map"]
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) == index["metadata"]["total_size"]
+    return tensors
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_written_safetensors_are_read_by_their_own_library(tmp_path: Path, dtype: torch.dtype, two_servers: str) -> None:
     ours, _ = pair("mlp", width=500)
@@ -182,19 +201,18 @@ def test_written_safetensors_are_read_by_their_own_library(tmp_path: Path, dtype
     trained_names = [key for key, value in ours.named_parameters() if value.requires_grad]
     one = load_file(tmp_path / "one" / "model.safetensors")
     assert set(one) == set(trained_names)
-    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 1
-    many = {}
-    for file in set(index["weight_map"].values()):
-        many.update(load_file(tmp_path / "many" / file))
-    assert set(many) == set(ours.state_dict()) == set(index["weight_map"])
+    flags = ["--dtype", {"fp32": "f32", "bf16": "bf16"}[name], "--max-file-size", "300KiB", "--out", str(tmp_path / "exported")]
+    command = [sys.executable, "-m", "longshore", "export", "--servers", two_servers, "--job", "files", *flags]
+    subprocess.run(command, check=True, capture_output=True)
+    many, exported = read_back(tmp_path / "many"), read_back(tmp_path / "exported")
+    assert (set(many), set(exported)) == (set(ours.state_dict()), set(trained_names))
     for key, value in ours.state_dict().items():
         if key in trained_names:
             assert torch.equal(one[key], value.to(dtype))
             assert torch.equal(many[key], value.to(dtype))
+            assert torch.equal(exported[key], value.to(dtype))
         else:
             assert torch.equal(many[key], value)
-    assert sum(tensor.numel() * tensor.itemsize for tensor in many.values()) == index["metadata"]["total_size"]
     with pytest.raises(errors.InvalidError, match="not empty"):
         checkpoint.save_safetensors(optimizer, tmp_path / "one")
 
