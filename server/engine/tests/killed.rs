@@ -16,7 +16,7 @@ use crate::common::{
 
 const CHILD: &str = "LONGSHORE_TEST_KILLED_IN";
 /// Number of kills of each job.
-const KILLS: usize = 25;
+const KILLS: usize = 12;
 const EXACT: &str = "exact";
 const DELAYED: &str = "delayed";
 /// A delayed job with state in fewer bits.

@@ -278,57 +278,6 @@ fn the_mean_of_rounded_values_is_the_value() {
     }
 }
 
-/// The problem is a logistic regression of noisy labels on 1024 features of very different sizes. Batches are
-/// 64 of 4096 samples.
-#[test]
-fn logistic_regression_ends_where_it_does_in_f32() {
-    const COUNT: usize = 1024;
-    use {MasterFormat as M, StateFormat as S};
-    let formats =
-        [(M::F32, S::F32), (M::F32, S::Bf16), (M::F32, S::Block8), (M::Bf16, S::Bf16), (M::Bf16, S::Block8)];
-    let losses = formats.map(|(master, moments)| {
-        let mut noise = Noise(1);
-        let size: Vec<f32> = (0..COUNT).map(|_| 10f32.powf(-1.0 + noise.unit())).collect();
-        let truth: Vec<f32> = (0..COUNT).map(|_| noise.unit()).collect();
-        let samples: Vec<(Vec<f32>, f32)> = (0..2048)
-            .map(|_| {
-                let x: Vec<f32> = size.iter().map(|size| size * noise.unit()).collect();
-                let logit: f32 = x.iter().zip(&truth).map(|(x, w)| x * w).sum();
-                (x, if logit + 0.3 * noise.unit() > 0.0 { 1.0 } else { 0.0 })
-            })
-            .collect();
-        let forward =
-            |w: &[f32], x: &[f32]| 1.0 / (1.0 + (-w.iter().zip(x).map(|(w, x)| w * x).sum::<f32>()).exp());
-        let mut state = OwnedLow::zero(master, moments, COUNT);
-        let mut weights = vec![0.0; COUNT];
-        let mut gradient = vec![0.0; COUNT];
-        for step in 1..=600 {
-            gradient.fill(0.0);
-            for _ in 0..32 {
-                let (x, label) = &samples[noise.below(samples.len())];
-                let error = (forward(&weights, x) - label) / 32.0;
-                gradient.iter_mut().zip(x).for_each(|(g, x)| *g += error * x);
-            }
-            let decay = 1.0 - step as f64 / 601.0;
-            let hyper = Hyper { lr: 1e-2 * decay, ..Hyper::default() };
-            let segments = [(0..COUNT, &Scalars::new(Rule::AdamW, &hyper, step, 1.0))];
-            let random = Random { seed: 1, step, first_element: 0 };
-            // The next gradient is computed at the image.
-            let (gradient, image) = (Gradient::f32(&gradient), ImageMut::F32(&mut weights));
-            update_low(Isa::detect(), &segments, gradient, state.part(0..COUNT), image, random);
-        }
-        let loss = |(x, label): &(Vec<f32>, f32)| {
-            let p = forward(&weights, x).clamp(1e-6, 1.0 - 1e-6);
-            -(label * p.ln() + (1.0 - label) * (1.0 - p).ln())
-        };
-        samples.iter().map(loss).sum::<f32>() / samples.len() as f32
-    });
-    let reference = losses[0];
-    for loss in losses {
-        assert!(reference < 0.35 && (loss / reference - 1.0).abs() < 0.05, "{losses:?}");
-    }
-}
-
 #[test]
 #[should_panic(expected = "segment")]
 fn a_gap_between_segments_is_refused() {
