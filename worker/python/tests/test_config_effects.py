@@ -145,21 +145,27 @@ def scales(fp16: dict[str, Any], overflows: list[bool], job: dict[str, Any] | No
     return engine, [*found, engine.loss_scale()]
 
 
-@pytest.mark.filterwarnings("ignore:step 2 was skipped")
-def test_a_fixed_loss_scale() -> None:
-    engine, found = scales({"loss_scale": 128, "loss_scale_window": 1}, [False, True, False, False])
-    assert found == [128.0] * 5
-    assert not engine.dynamic_loss_scale() and engine.skipped_steps == 1
+#: Sections of fp16, whether each step overflows, and the scale before each step and after the last.
+SCALES: dict[str, tuple[dict[str, Any], list[bool], list[float]]] = {
+    "fixed": ({"loss_scale": 128, "loss_scale_window": 1}, [False, True, False, False], [128.0] * 5),
+    # The scale doubles each time that a window of steps has passed without an overflow.
+    "dynamic": ({"hysteresis": 1, "loss_scale_window": 2}, [True] + [False] * 5, [64.0, 32.0, 32.0, 32.0, 64.0, 64.0, 128.0]),
+    # Two overflows halve the scale. With `consecutive_hysteresis` a clean step between them restarts the count.
+    "hysteresis": ({"hysteresis": 2, "loss_scale_window": 100}, [True, False, True], [64.0, 64.0, 64.0, 32.0]),
+    "consecutive": ({"hysteresis": 2, "consecutive_hysteresis": True, "loss_scale_window": 100}, [True, False, True], [64.0] * 4),
+}
 
 
-@pytest.mark.filterwarnings("ignore:step 1 was skipped")
-def test_a_dynamic_loss_scale() -> None:
-    """The scale doubles each time that a window of steps has passed without an overflow."""
-    fp16 = {"initial_scale_power": 6, "hysteresis": 1, "loss_scale_window": 2}
-    engine, found = scales(fp16, [True, False, False, False, False, False])
-    assert found == [64.0, 32.0, 32.0, 32.0, 64.0, 64.0, 128.0]
-    assert engine.fp16_enabled() and engine.dynamic_loss_scale()
-    assert (engine.skipped_steps, engine.global_steps, engine.optimizer.state_dict(full=False)["state"][0]["step"]) == (1, 6, 5)
+@pytest.mark.filterwarnings("ignore:step . was skipped")
+@pytest.mark.parametrize("kind", SCALES)
+def test_loss_scales(kind: str) -> None:
+    fp16, overflows, expected = SCALES[kind]
+    engine, found = scales({"initial_scale_power": 6, **fp16}, overflows)
+    assert found == expected
+    assert engine.fp16_enabled() and engine.dynamic_loss_scale() is (kind != "fixed")
+    skipped, made = overflows.count(True), len(overflows)
+    assert (engine.skipped_steps, engine.global_steps) == (skipped, made)
+    assert engine.optimizer.state_dict(full=False)["state"][0]["step"] == made - skipped
 
 
 def test_min_loss_scale(servers: str, said: Said) -> None:
@@ -182,11 +188,3 @@ def test_min_loss_scale(servers: str, said: Said) -> None:
         engine.step()
         assert engine.loss_scale() == 2.0
         assert resumed.result() == 0
-
-
-@pytest.mark.parametrize(("consecutive", "last"), [(False, 32.0), (True, 64.0)])
-def test_consecutive_hysteresis(consecutive: bool, last: float) -> None:
-    """Two overflows halve the scale. With ``consecutive_hysteresis`` a clean step between them restarts the count."""
-    fp16 = {"initial_scale_power": 6, "hysteresis": 2, "consecutive_hysteresis": consecutive, "loss_scale_window": 100}
-    _, found = scales(fp16, [True, False, True])
-    assert found == [64.0, 64.0, 64.0, last]
