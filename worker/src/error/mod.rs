@@ -23,52 +23,30 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Large variants are boxed, so that a `Result` stays small.
 #[derive(Clone, Debug, thiserror::Error)]
+#[error(transparent)]
 pub enum Error {
-    #[error(transparent)]
     Invalid(#[from] Invalid),
-    #[error(transparent)]
     Unreachable(#[from] Unreachable),
-    #[error(transparent)]
     Untrusted(Box<Untrusted>),
-    #[error(transparent)]
     Call(Box<CallFailed>),
-    #[error(transparent)]
     Refused(Box<ChunkRefused>),
-    #[error(transparent)]
     StateLost(#[from] StateLost),
-    #[error(transparent)]
     Fenced(Box<Fenced>),
-    #[error(transparent)]
     Outdated(Box<Outdated>),
-    #[error(transparent)]
     VersionsDiffer(#[from] VersionsDiffer),
-    #[error(transparent)]
     NotRestored(Box<NotRestored>),
-    #[error(transparent)]
     StateKept(Box<StateKept>),
-    #[error(transparent)]
     NoCheckpoint(#[from] NoCheckpoint),
-    #[error(transparent)]
     OtherCheckpoints(#[from] OtherCheckpoints),
-    #[error(transparent)]
     OtherFilling(#[from] OtherFilling),
-    #[error(transparent)]
     TimedOut(Box<TimedOut>),
-    #[error(transparent)]
     StillPaused(#[from] StillPaused),
-    #[error(transparent)]
     Interrupted(#[from] Interrupted),
-    #[error(transparent)]
     Gradient(#[from] GradientError),
-    #[error(transparent)]
     Shortage(#[from] Shortage),
-    #[error(transparent)]
     Device(#[from] DeviceError),
-    #[error(transparent)]
     MissingBlock(#[from] MissingBlock),
-    #[error(transparent)]
     Misuse(#[from] Misuse),
-    #[error(transparent)]
     Environment(#[from] Environment),
 }
 
