@@ -17,6 +17,7 @@ mod plan;
 mod progress;
 mod servers;
 mod sizes;
+mod speeds;
 mod tls;
 mod top;
 pub mod train;

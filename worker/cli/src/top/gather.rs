@@ -1,9 +1,6 @@
 //! Polls all servers. A silent server hides no other, and is dialled again.
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, time::Duration};
 
 use longshore_wire::v1;
 
@@ -14,6 +11,7 @@ use super::{
 use crate::{
     access::Access,
     servers::{Servers, Silent, brief, jobs_of},
+    speeds::MEAN_OF,
 };
 
 /// The longest wait for a connection and for an answer: the picture should move.
@@ -52,11 +50,13 @@ impl Poller {
         self.known.retain(|job, _| jobs.contains(job));
         for job in jobs {
             let known = self.known.entry(job.clone()).or_default();
-            let request = v1::DescribeRequest { steps_after: Some(known.last_step()), ..brief(&job) };
+            // Speeds are means over steps that earlier looks have seen, too.
+            let after = known.last_step().saturating_sub(MEAN_OF as u64 + 1);
+            let request = v1::DescribeRequest { steps_after: Some(after), ..brief(&job) };
             let mut answers =
                 servers.answers_within(PATIENCE, async |mut admin| admin.describe(request.clone()).await);
             servers.drop_others(&job, &mut answers);
-            view.jobs.push(job_view(&job, &answers, known, (now_ms, Instant::now())));
+            view.jobs.push(job_view(&job, &answers, known, now_ms));
         }
         Ok(view)
     }

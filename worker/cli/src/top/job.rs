@@ -1,6 +1,6 @@
 //! Makes the view of a job from its servers' answers and from earlier looks.
 
-use std::{collections::VecDeque, time::Instant};
+use std::collections::VecDeque;
 
 use longshore_proto::{DECISION_AWAITED, STATE_AWAITED};
 use longshore_wire::v1::{self, DescribeResponse};
@@ -9,21 +9,22 @@ use super::{
     troubles::{troubles, without},
     view::{JobView, MovesView, Part, RankView, State, StepView},
 };
-use crate::servers::{Answers, standing};
+use crate::{
+    servers::{Answers, standing},
+    speeds::Speeds,
+};
 
 /// Number of steps kept of a job, as many as on the servers.
 const KEPT: usize = 512;
-/// Number of looks over which rates are taken.
-const LOOKS: usize = 6;
 /// Number of steps over which the mean time of a step is taken.
 const MEAN_OF: usize = 64;
 
-/// Returns the view of a job. `now_ms` is by the servers' clock, `at` by this host's.
+/// Returns the view of a job. `now_ms` is by the servers' clock.
 pub(crate) fn job_view(
     job: &str,
     answers: &Answers<DescribeResponse>,
     known: &mut Known,
-    (now_ms, at): (u64, Instant),
+    now_ms: u64,
 ) -> JobView {
     let there: Vec<(&String, &DescribeResponse)> =
         answers.iter().filter_map(|(address, answer)| Some((address, answer.as_ref().ok()?))).collect();
@@ -44,16 +45,10 @@ pub(crate) fn job_view(
         there.iter().max_by_key(|(_, answer)| answer.steps.len()).map(|(_, answer)| answer.steps.as_slice());
     known.note(told.unwrap_or_default(), newest);
     let applied = |answer: &DescribeResponse| answer.progress.as_ref().map_or(0, |progress| progress.applied);
-    let sum = |of: &dyn Fn(&DescribeResponse) -> u64| there.iter().map(|(_, answer)| of(answer)).sum::<u64>();
-    known.count(Counters {
-        at,
-        of: (there.len(), sum(&|answer| answer.update_bytes)),
-        pushed: sum(&|answer| answer.pushed_bytes),
-        pulled: sum(&|answer| answer.pulled_bytes),
-        updating: there.iter().map(|(_, answer)| answer.update_seconds).sum(),
-        updated_bytes: there.iter().map(|(_, one)| applied(one) as f64 * one.update_bytes as f64).sum(),
-    });
-    let [pushed_per_s, pulled_per_s, update_per_s] = known.rates();
+    let speeds: Vec<Speeds> =
+        there.iter().map(|(_, answer)| Speeds::of(&answer.steps, answer.update_bytes)).collect();
+    let sum = |of: fn(&Speeds) -> Option<f64>| speeds.iter().filter_map(of).reduce(|sum, of| sum + of);
+    let updating = speeds.iter().filter(|speeds| speeds.updated.is_some()).count();
     let times: Vec<f64> = known.steps.iter().rev().filter_map(|step| step.seconds).take(MEAN_OF).collect();
     let mean = times.iter().sum::<f64>() / times.len() as f64;
     // Causes are shown before their effects: first a shard's missing state, then a missing gradient, then a missing
@@ -72,9 +67,9 @@ pub(crate) fn job_view(
         parameters: first.parameters,
         tensors: first.tensors,
         steps_per_s: (mean > 0.0).then(|| 1.0 / mean),
-        pushed_per_s,
-        pulled_per_s,
-        update_per_s,
+        pushed_per_s: sum(|speeds| speeds.pushed),
+        pulled_per_s: sum(|speeds| speeds.pulled),
+        update_per_s: sum(|speeds| speeds.updated).map(|sum| sum / updating as f64),
         parts: there.iter().map(|(address, answer)| part(address, answer, version(answer))).collect(),
         ranks: first.ranks.iter().map(rank_view).collect(),
         steps: known.steps.iter().copied().collect(),
@@ -142,19 +137,6 @@ fn state(there: &[(&String, &DescribeResponse)]) -> State {
 #[derive(Default)]
 pub(crate) struct Known {
     steps: VecDeque<StepView>,
-    counters: VecDeque<Counters>,
-}
-
-#[derive(Clone, Copy)]
-struct Counters {
-    at: Instant,
-    /// Servers that answered, and the bytes of an update on all of them. Only sums over the same servers and shards are
-    /// compared.
-    of: (usize, u64),
-    pushed: u64,
-    pulled: u64,
-    updating: f64,
-    updated_bytes: f64,
 }
 
 impl Known {
@@ -170,30 +152,6 @@ impl Known {
         while self.steps.len() > KEPT {
             self.steps.pop_front();
         }
-    }
-
-    fn count(&mut self, counters: Counters) {
-        // Counters of a restarted server start at 0.
-        let differs = |last: &Counters| last.of != counters.of || last.pushed > counters.pushed;
-        if self.counters.back().is_some_and(differs) {
-            self.counters.clear();
-        }
-        self.counters.push_back(counters);
-        while self.counters.len() > LOOKS {
-            self.counters.pop_front();
-        }
-    }
-
-    fn rates(&self) -> [Option<f64>; 3] {
-        let (Some(then), Some(now)) = (self.counters.front(), self.counters.back()) else { return [None; 3] };
-        let spent = (now.at - then.at).as_secs_f64();
-        if spent <= 0.0 {
-            return [None; 3];
-        }
-        let per_s = |now: u64, then: u64| Some(now.saturating_sub(then) as f64 / spent);
-        let (busy, moved) = (now.updating - then.updating, now.updated_bytes - then.updated_bytes);
-        let update = (busy > 0.0 && moved > 0.0).then(|| moved / busy);
-        [per_s(now.pushed, then.pushed), per_s(now.pulled, then.pulled), update]
     }
 }
 
@@ -212,8 +170,6 @@ fn step_view(step: &v1::DecidedStep) -> StepView {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use std::time::Duration;
-
     use longshore_proto::Fault;
 
     use super::*;
@@ -230,6 +186,9 @@ pub(super) mod tests {
             loss: Some(5.0 - step as f64 / 100.0),
             exposed_seconds: Some(0.01),
             learning_rate: 0.001,
+            pushed_bytes: step * 1_000_000,
+            pulled_bytes: step * 1_000_000,
+            update_seconds: step as f64 * 0.001,
             ..Default::default()
         };
         DescribeResponse {
@@ -246,15 +205,12 @@ pub(super) mod tests {
                 ..Default::default()
             }],
             memory_bytes: 30 << 20,
-            pushed_bytes: steps * 1_000_000,
-            pulled_bytes: steps * 1_000_000,
             parameters: 880_000,
             tensors: 60,
             threads: 2,
             isa: "avx2".into(),
             elements: 880_000,
             update_bytes: 880_000 * 30,
-            update_seconds: steps as f64 * 0.001,
             steps: (1..=steps).map(decided).collect(),
             ..Default::default()
         }
@@ -262,40 +218,25 @@ pub(super) mod tests {
 
     pub(in crate::top) fn view_of(answer: Result<DescribeResponse, Fault>) -> JobView {
         let answers = vec![("host1:7070".to_string(), answer)];
-        job_view("default", &answers, &mut Known::default(), (NOW_MS, Instant::now()))
+        job_view("default", &answers, &mut Known::default(), NOW_MS)
     }
 
     #[test]
     fn a_job_that_trains_has_rates_and_no_trouble() {
         let mut known = Known::default();
-        let begun = Instant::now();
-        let look = |known: &mut Known, steps: u64, s: u64| {
-            let answers = vec![("host1:7070".to_string(), Ok(answer(steps, 100)))];
-            job_view("default", &answers, known, (NOW_MS, begun + Duration::from_secs(s)))
+        let mut look = |servers: usize, steps: u64| {
+            let answers = (0..servers).map(|server| (server.to_string(), Ok(answer(steps, 100)))).collect();
+            job_view("default", &answers, &mut known, NOW_MS)
         };
-        look(&mut known, 100, 0);
-        assert_eq!(known.last_step(), 100);
-        let view = look(&mut known, 110, 5);
+        look(1, 100);
+        let view = look(2, 110);
         assert_eq!(
             (view.state, view.version, view.troubles.as_slice()),
             (State::Training, 110, [].as_slice())
         );
-        assert_eq!((view.steps_per_s, view.pushed_per_s), (Some(2.0), Some(2e6)));
+        assert_eq!((view.steps_per_s, view.pushed_per_s), (Some(2.0), Some(4e6)));
         assert!(view.update_per_s.is_some_and(|rate| (rate / (30.0 * 880_000.0 / 0.001) - 1.0).abs() < 1e-6));
         assert_eq!(view.steps.len(), 110, "each step is there once");
-    }
-
-    #[test]
-    fn a_server_that_answers_again_makes_no_rate() {
-        let (mut known, begun) = (Known::default(), Instant::now());
-        let mut look = |servers: usize, steps: u64, s: u64| {
-            let answers = (0..servers).map(|server| (server.to_string(), Ok(answer(steps, 100)))).collect();
-            let at = begun + Duration::from_secs(s);
-            job_view("default", &answers, &mut known, (NOW_MS, at)).pushed_per_s
-        };
-        let pushed = [(2, 100, 0), (2, 102, 1), (1, 104, 2), (2, 106, 3), (2, 108, 4)];
-        let pushed = pushed.map(|(servers, steps, s)| look(servers, steps, s));
-        assert_eq!(pushed, [None, Some(4e6), None, None, Some(4e6)]);
     }
 
     #[test]
@@ -318,7 +259,7 @@ pub(super) mod tests {
         let decision = format!("{DECISION_AWAITED}step 21 (its commit) from rank 0");
         let answers = [&decision, "step 21, micro-step 0, shard 1 from rank 1", ""]
             .map(|text| ("host:7070".to_string(), Ok(waits(text))));
-        let view = job_view("default", &answers.into(), &mut Known::default(), (NOW_MS, Instant::now()));
+        let view = job_view("default", &answers.into(), &mut Known::default(), NOW_MS);
         assert!(view.waiting_for.ends_with("from rank 1"), "{view:?}");
         // A decision awaited for 1 s is no trouble; one awaited for 60 s is.
         let waits = |ago_ms| DescribeResponse { waiting_for: decision.clone(), ..answer(20, ago_ms) };

@@ -50,7 +50,7 @@ pub(crate) struct JobView {
     pub(crate) parameters: u64,
     pub(crate) tensors: u32,
     pub(crate) steps_per_s: Option<f64>,
-    /// Bytes a second, over the last looks.
+    /// Bytes a second, over the last steps: a sum over servers, but for `update_per_s`, which is their mean.
     pub(crate) pushed_per_s: Option<f64>,
     pub(crate) pulled_per_s: Option<f64>,
     pub(crate) update_per_s: Option<f64>,

@@ -2,56 +2,13 @@
 
 use longshore_wire::v1::{DecidedStep, DescribeResponse};
 
-/// Steps over which a speed is a mean, as on the page.
-const MEAN_OF: usize = 8;
+use crate::speeds::Speeds;
 
 /// Returns the last `most` steps, oldest first.
 pub(super) fn steps(answer: &DescribeResponse, most: usize) -> Vec<serde_json::Value> {
     let known = &answer.steps;
-    // Speeds span consecutive steps: after a step back or a server's restart they begin anew.
-    let mut begin = 0;
-    let all = known.iter().enumerate().map(|(at, step)| {
-        if at > 0 && !follows(&known[at - 1], step) {
-            begin = at;
-        }
-        begin = begin.max(at.saturating_sub(MEAN_OF));
-        object(step, &Speeds::over(&known[begin..=at], answer.update_bytes))
-    });
-    let mut all: Vec<_> = all.collect();
-    all.split_off(all.len().saturating_sub(most))
-}
-
-fn follows(before: &DecidedStep, step: &DecidedStep) -> bool {
-    step.step == before.step + 1
-        && step.seconds.is_some()
-        && step.pushed_bytes >= before.pushed_bytes
-        && step.pulled_bytes >= before.pulled_bytes
-        && step.update_seconds >= before.update_seconds
-}
-
-#[derive(Debug, PartialEq)]
-struct Speeds {
-    pushed: Option<f64>,
-    pulled: Option<f64>,
-    /// Bytes of host memory that updates moved, per second of the updates' own time.
-    updated: Option<f64>,
-}
-
-impl Speeds {
-    /// Returns the mean speeds from the first of `steps` to the last. A step is recorded at its decision, before its
-    /// update, so the last step's update does not count.
-    fn over(steps: &[DecidedStep], update_bytes: u64) -> Speeds {
-        let [first, .., last] = steps else { return Speeds { pushed: None, pulled: None, updated: None } };
-        let spent: f64 = steps[1..].iter().filter_map(|step| step.seconds).sum();
-        let speed = |then: u64, now: u64| (spent > 0.0).then(|| (now - then) as f64 / spent);
-        let busy = last.update_seconds - first.update_seconds;
-        let updates = steps[..steps.len() - 1].iter().filter(|step| !step.skipped).count();
-        Speeds {
-            pushed: speed(first.pushed_bytes, last.pushed_bytes),
-            pulled: speed(first.pulled_bytes, last.pulled_bytes),
-            updated: (busy > 0.0 && updates > 0).then(|| updates as f64 * update_bytes as f64 / busy),
-        }
-    }
+    let last = known.len().saturating_sub(most)..known.len();
+    last.map(|at| object(&known[at], &Speeds::of(&known[..=at], answer.update_bytes))).collect()
 }
 
 fn object(step: &DecidedStep, speeds: &Speeds) -> serde_json::Value {
