@@ -210,7 +210,6 @@ impl Cluster {
         }
         let id = self.sim.process(&format!("rank {rank}.{count}"), self.skew());
         let world_size = self.world_size();
-        self.sim.note(id, || format!("starts as one of {world_size} ranks"));
         lock(&self.ranks)[rank].push(Process { id, world_size, began, ended: None, was_fenced: false });
         for address in self.addresses.iter().filter(|_| rank == 0) {
             self.sim.network.change(id, address, |weather| weather.delay = self.plan.slow);
@@ -218,6 +217,7 @@ impl Cluster {
         let cluster = Arc::clone(self);
         self.sim.main(id, move || {
             let servers = cluster.listed();
+            cluster.sim.note(id, || format!("starts as one of {world_size} ranks with {servers:?}"));
             let run = || rank::run(&cluster, &servers, (rank, world_size as u32), id);
             let Ok(ended) = catch_unwind(AssertUnwindSafe(run)) else {
                 return cluster.oracle.fail(format!("rank {rank} panics"));

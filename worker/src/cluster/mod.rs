@@ -62,7 +62,7 @@ impl Cluster {
     /// first servers.
     pub(crate) fn connect(mut options: Options) -> Result<Cluster> {
         let layout = options.validate()?;
-        let shards = layout.shards();
+        let (shards, mut listed) = (layout.shards(), options.servers.clone());
         if options.servers.len() > shards as usize {
             let (job, servers) = (&options.spec.name, options.servers.len());
             tracing::warn!(%job, servers, shards, "the job has fewer shards than servers: the last servers are left out");
@@ -76,8 +76,11 @@ impl Cluster {
         let credentials = options.tls_dir.as_deref();
         let credentials =
             credentials.map(|dir| Credentials::read_with(dir, options.token_file.as_deref())).transpose()?;
-        let servers = options.servers.clone();
-        let connected = (0..servers.len() as u32).map(ServerId).collect();
+        // In a job with replicas, a server that is left out may have the shards of a lost one.
+        if options.spec.replicas == 1 {
+            listed.clone_from(&options.servers);
+        }
+        let connected = (0..options.servers.len() as u32).map(ServerId).collect();
         let (troubles, waits) = (Troubles::default(), Waits::new(&options));
         let members = Members::new(placement, connected);
         let (incarnation, trained, peers) = Default::default();
@@ -94,7 +97,7 @@ impl Cluster {
             waits,
             runtime,
         };
-        cluster.runtime.block_on(cluster.connect_all(&servers)).map(|members| {
+        cluster.runtime.block_on(cluster.connect_all(&listed)).map(|members| {
             cluster.members = members.unwrap_or(cluster.members);
             cluster
         })
