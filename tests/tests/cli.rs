@@ -114,10 +114,10 @@ fn checkpoints_of_a_running_job() {
     let folder = TempDir::new().unwrap();
     let (server, mut running) = under_way(ServerOptions::new().checkpoint_dir(folder.path()));
     assert_eq!(call("checkpoints", &server, &[]).stdout, "");
-    said(
-        &call("checkpoint", &server, &["--name", "before"]),
-        &["checkpoint before of version ", server.address()],
-    );
+    let before = call("checkpoint", &server, &["--name", "before"]);
+    said(&before, &["checkpoint before of version ", server.address()]);
+    let version =
+        before.stdout.split_whitespace().find_map(|word| word.trim_end_matches(',').parse::<u64>().ok());
     assert!(folder.path().join("default/before/manifest.json").is_file());
     // Training continues while the checkpoint is written.
     running.until_steps(1);
@@ -126,6 +126,7 @@ fn checkpoints_of_a_running_job() {
     assert_eq!(list.stdout.lines().count(), 2, "{list:?}");
     said(&list, &["before  version ", "step-0"]);
     refused(&call("checkpoint", &server, &["--name", "../out"]), 1, &["../out", "name"]);
+    running.until_step(version.expect("a version") + 1);
     let kept = [server.address(), "nothing was deleted", "checkpoint before", "--discard-state"];
     refused(&call("restore", &server, &["--name", "before"]), 1, &kept);
 }

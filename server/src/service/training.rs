@@ -148,7 +148,7 @@ impl Services {
         }
         if request.is_there
             && let Err(fault) = self.jobs.get(spec.name.as_str())
-            && fault.kind == FaultKind::NotFound
+            && (fault.kind, &*fault.field) == (FaultKind::NotFound, "job")
         {
             return Err(fault);
         }

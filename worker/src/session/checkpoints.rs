@@ -168,9 +168,16 @@ async fn discard(cluster: &Cluster, author: Author, name: &str) {
         })
     };
     for (server, discarded) in cluster.on_each(discard).await {
-        if let Err(error) = discarded {
-            let server = cluster.address(server);
-            tracing::warn!(job = %cluster.job(), name, server, %error, "a part without a manifest may remain on this server");
+        let Err(error) = discarded else { continue };
+        let (job, server) = (cluster.job(), cluster.address(server));
+        match &error {
+            Error::Call(failed)
+                if matches!(failed.fault.kind, FaultKind::Unavailable | FaultKind::Deadline) =>
+            {
+                tracing::warn!(%job, name, server, %error, "a part without a manifest may remain on this server");
+            }
+            // The checkpoint has failed for the same reason.
+            _ => tracing::debug!(%job, name, server, %error, "an unsealed part was not removed"),
         }
     }
 }
