@@ -34,7 +34,7 @@ impl Channel {
         Channel(Link::Dialled(channel, credentials))
     }
 
-    /// A link whose calls `carry` answers: to a server of this process, or simulated.
+    /// Returns a channel without a socket: `carry` answers each call. Used for a server in this process, and in simulations.
     pub fn carried(carry: impl Fn(Request<Body>) -> Answer + Send + Sync + 'static) -> Channel {
         Channel(Link::Carried(Arc::new(carry)))
     }

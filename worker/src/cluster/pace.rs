@@ -42,7 +42,7 @@ impl Pace {
     }
 }
 
-/// A socket's use of a direction of a paced link.
+/// Bytes that one socket sends, or receives, over a link of a set speed.
 struct Direction {
     bytes_per_s: f64,
     /// The time at which the link has moved all bytes accepted so far.

@@ -36,7 +36,7 @@ pub fn plan_moves(
 struct Room<'a> {
     /// The placement before any move.
     before: &'a Placement,
-    /// Shards that fit yet, by server. A server without an entry has no limit.
+    /// Number of shards for which each server still has room. A server without an entry has no limit.
     left: BTreeMap<ServerId, usize>,
 }
 

@@ -112,7 +112,7 @@ _Wish = tuple[int, int, int, int]
 #: Number of turns that a rank sends at a meeting. The number exceeds any real one, so ranks that still use units of the
 #: step are behind.
 _MEETS = 1 << 40
-#: Number of meetings that a rank sends when it cannot continue.
+#: Sent in place of the number of meetings by a rank that cannot continue.
 _FAILED = -1
 #: Longest wait for an interrupted gather in seconds. Without it the wait might not end, since another rank may have
 #: been interrupted before it began the gather.
