@@ -215,9 +215,10 @@ pub(super) async fn wait_training(cluster: &Cluster, how: Option<&GoBack>) -> Re
             // A decision may have taken the job from that server since this rank connected.
             cluster.check_not_moved(cluster.address(idle)).await?;
         }
-        if known.is_empty() {
+        // A rank 0 that goes back to a checkpoint may delete what such servers know of the job, and begin it there.
+        if known.is_empty() && how.is_none() {
             check_not_left(cluster).await?;
-        } else if runs {
+        } else if runs && !known.is_empty() {
             check_coming(cluster, how).await?;
         }
         if !backoff.pause(end).await {
